@@ -1,0 +1,1 @@
+"""Paged and quantized KV cache, AWQ/GPTQ checkpoints and continuous batching inside Hugging Face Transformers."""
