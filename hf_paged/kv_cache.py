@@ -1,0 +1,216 @@
+"""The storage of all keys and values: blocks of bytes, and the pages that kernels see in them.
+
+Layers that attend through the same window form a kind; kinds are cut into *groups* of equal layer count, and the i-th
+layers of all groups share slot i. A slot is one tensor `[num_blocks, row_bytes]`, one byte row per block:
+
+    | K codes | V codes | K scales | V scales |        each part aligned to 128 bytes
+
+so copying, swapping and sharing a block are row operations, and there is no second table for scales. A block id is one
+row in every slot of the group that owns it: one pool serves full and window layers alike. A model of one kind has one
+group. Blocks are never cleared: what was not written is never read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_paged.config import parse_kv_cache_dtype
+from hf_paged.kernels.layout import LayerKV, Pages, PlainPages, ScaledPages
+from hf_paged.layer_probe import LayerSpec
+
+_ALIGN = 128  # bytes; one cache line, and what bulk copies need
+_CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_SCALE_BYTES = 2  # fp16, one per token and KV head
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFormat:
+    """How one layer stores K and V: a code dtype with scales, or None for plain values of the layer's dtype."""
+
+    k_codes: torch.dtype | None
+    v_codes: torch.dtype | None
+
+
+def layer_formats(
+    specs: Sequence[LayerSpec], kv_cache_dtype: str, skip_layers: Sequence[int] = ()
+) -> dict[int, LayerFormat]:
+    """The format of each layer by its index; layers in `skip_layers` keep the model's dtype.
+
+    Raises:
+        ValueError: `skip_layers` names a layer that does not exist; fp8 on a GPU without fp8 instructions.
+    """
+    k_name, v_name = parse_kv_cache_dtype(kv_cache_dtype)
+    known = {spec.layer_idx for spec in specs}
+    if unknown := sorted(set(skip_layers) - known):
+        raise ValueError(f"skip_layers names layers {unknown}; this model has layers {min(known)}..{max(known)}")
+    formats = {}
+    for spec in specs:
+        skipped = spec.layer_idx in skip_layers
+        chosen = LayerFormat(
+            k_codes=None if skipped else _CODES.get(k_name), v_codes=None if skipped else _CODES.get(v_name)
+        )
+        _check_device(spec, chosen)
+        formats[spec.layer_idx] = chosen
+    return formats
+
+
+def _check_device(spec: LayerSpec, chosen: LayerFormat) -> None:
+    if torch.float8_e4m3fn not in (chosen.k_codes, chosen.v_codes) or spec.device.type != "cuda":
+        return
+    if torch.cuda.get_device_capability(spec.device) < (8, 9):
+        name = torch.cuda.get_device_name(spec.device)
+        raise ValueError(f'kv_cache_dtype "fp8" needs a GPU with fp8 (sm89 or newer); {name} has none: use "int8"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Layers that share one block table per sequence."""
+
+    window: int | None
+    layers: tuple[LayerSpec, ...]
+
+
+def group_layers(specs: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
+    """Cut layers into groups of equal size, full-attention groups first.
+
+    The size is that of the rarest kind, so that no slot is left mostly empty; kinds within 25% of each other make one
+    group each, since a little padding costs less than another block table.
+    """
+    kinds: dict[int | None, list[LayerSpec]] = {}
+    for spec in specs:
+        kinds.setdefault(spec.window, []).append(spec)
+    counts = [len(layers) for layers in kinds.values()]
+    size = max(counts) if max(counts) <= 1.25 * min(counts) else min(counts)
+    return tuple(
+        LayerGroup(window=window, layers=tuple(kinds[window][i : i + size]))
+        for window in sorted(kinds, key=lambda w: -1 if w is None else w)
+        for i in range(0, len(kinds[window]), size)
+    )
+
+
+class KVCache:
+    """Every layer's pages for `num_blocks` blocks of `block_size` tokens; block 0 is the null block.
+
+    Args:
+        specs: the model's attention layers.
+        formats: storage format by layer index.
+        num_blocks: blocks to allocate, the null block included; 0 allocates nothing (to ask for sizes).
+        block_size: tokens per block.
+    """
+
+    def __init__(
+        self, specs: Sequence[LayerSpec], formats: dict[int, LayerFormat], *, num_blocks: int, block_size: int
+    ) -> None:
+        self.specs = tuple(specs)
+        self.formats = formats
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.groups = group_layers(specs)
+        self.group_of = {spec.layer_idx: g for g, group in enumerate(self.groups) for spec in group.layers}
+        layouts = {spec.layer_idx: _RowLayout(spec, formats[spec.layer_idx], block_size) for spec in specs}
+        num_slots = max(len(group.layers) for group in self.groups)
+        self._row_bytes = [
+            max(layouts[g.layers[slot].layer_idx].num_bytes for g in self.groups if slot < len(g.layers))
+            for slot in range(num_slots)
+        ]
+        devices = [self.groups[0].layers[slot].device for slot in range(num_slots)]
+        self._slots = [
+            torch.empty((num_blocks, n), dtype=torch.uint8, device=d)
+            for n, d in zip(self._row_bytes, devices, strict=True)
+        ]
+        self.layers: dict[int, LayerKV] = {
+            spec.layer_idx: layouts[spec.layer_idx].pages(self._slots[slot])
+            for group in self.groups
+            for slot, spec in enumerate(group.layers)
+        }
+        self._host: list[Tensor] = []
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all slots."""
+        return sum(self._row_bytes)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that one token costs in all layers (codes and scales), before any window frees them."""
+        return sum(_token_bytes(spec, self.formats[spec.layer_idx]) for spec in self.specs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated."""
+        return self.num_blocks * self.block_bytes
+
+    def allocate_host(self, num_bytes: int) -> int:
+        """Allocate swap space in (pinned) CPU memory; returns the number of blocks that fit in `num_bytes`."""
+        count = num_bytes // self.block_bytes
+        pin = self._slots[0].is_cuda
+        self._host = [torch.empty((count, n), dtype=torch.uint8, pin_memory=pin) for n in self._row_bytes]
+        return count
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, destination) each; sources are read before any destination is written."""
+        if not pairs:
+            return
+        table = torch.tensor(pairs, dtype=torch.long)
+        for slot in self._slots:
+            source, destination = table.to(slot.device).unbind(1)
+            slot[destination] = slot[source]
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks to CPU memory, (block, host block) each. Ordered by the current stream, does not wait."""
+        for block, host_block in pairs:
+            for slot, host in zip(self._slots, self._host, strict=True):
+                host[host_block].copy_(slot[block], non_blocking=True)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks back from CPU memory, (host block, block) each. Ordered by the current stream, does not wait."""
+        for host_block, block in pairs:
+            for slot, host in zip(self._slots, self._host, strict=True):
+                slot[block].copy_(host[host_block], non_blocking=True)
+
+
+class _RowLayout:
+    """Where one layer's parts lie in a block's byte row."""
+
+    def __init__(self, spec: LayerSpec, fmt: LayerFormat, block_size: int) -> None:
+        self._offset = 0
+        self._k = self._take((spec.kv_heads, block_size, spec.head_dim), fmt.k_codes or spec.dtype)
+        self._v = self._take((spec.kv_heads, block_size, spec.v_head_dim), fmt.v_codes or spec.dtype)
+        self._k_scale = self._take((spec.kv_heads, block_size), torch.float16) if fmt.k_codes else None
+        self._v_scale = self._take((spec.kv_heads, block_size), torch.float16) if fmt.v_codes else None
+        self.num_bytes = self._offset
+
+    def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, tuple[int, ...], torch.dtype]:
+        part = (self._offset, shape, dtype)
+        self._offset += math.ceil(math.prod(shape) * dtype.itemsize / _ALIGN) * _ALIGN
+        return part
+
+    def pages(self, slot: Tensor) -> LayerKV:
+        return LayerKV(k=self._pages(slot, self._k, self._k_scale), v=self._pages(slot, self._v, self._v_scale))
+
+    def _pages(
+        self,
+        slot: Tensor,
+        values: tuple[int, tuple[int, ...], torch.dtype],
+        scale: tuple[int, tuple[int, ...], torch.dtype] | None,
+    ) -> Pages:
+        if scale is None:
+            return PlainPages(data=_part(slot, *values))
+        return ScaledPages(codes=_part(slot, *values), scale=_part(slot, *scale))
+
+
+def _part(slot: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A typed view `[num_blocks, *shape]` of the bytes at `offset` of every row."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return slot[:, offset : offset + num_bytes].view(dtype).unflatten(1, shape)
+
+
+def _token_bytes(spec: LayerSpec, fmt: LayerFormat) -> int:
+    k = spec.head_dim * (fmt.k_codes or spec.dtype).itemsize + (_SCALE_BYTES if fmt.k_codes else 0)
+    v = spec.v_head_dim * (fmt.v_codes or spec.dtype).itemsize + (_SCALE_BYTES if fmt.v_codes else 0)
+    return spec.kv_heads * (k + v)

@@ -1,0 +1,104 @@
+"""Find out what a model's attention layers are by running one token through it.
+
+Families name the same thing differently in their configs (and tensor parallelism changes the head counts), but every
+layer must call the attention function: what it passes there is the truth. Works on meta-device models too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall, no_mask
+
+# Kinds of `config.layer_types` whose attention is fully described by causality and a sliding window.
+_PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """What one attention layer stores and computes."""
+
+    layer_idx: int
+    name: str
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None  # a query at position p attends to keys > p - window; None = all
+    softcap: float | None
+    has_sinks: bool
+    dtype: torch.dtype  # of the keys, before any quantization
+    device: torch.device
+
+
+class _Probe:
+    """An attention context that records and computes nothing."""
+
+    def __init__(self) -> None:
+        self.specs: dict[int, LayerSpec] = {}
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        batch, num_heads, q_len, head_dim = call.query.shape
+        self.specs[call.layer_idx] = LayerSpec(
+            layer_idx=call.layer_idx,
+            name=call.layer_name,
+            num_heads=num_heads,
+            kv_heads=call.key.shape[1],
+            head_dim=head_dim,
+            v_head_dim=call.value.shape[-1],
+            window=call.window,
+            softcap=call.softcap,
+            has_sinks=call.sinks is not None,
+            dtype=call.key.dtype,
+            device=call.key.device,
+        )
+        return call.value.new_zeros(batch, q_len, num_heads, call.value.shape[-1])
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse, before any work, a model whose state does not live in keys and values.
+
+    Raises:
+        ValueError: encoder-decoder models, recurrent or convolutional state, attention that is not causal or not
+            described by a sliding window; the message names what was found.
+    """
+    name = type(model).__name__
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model; paged generation serves decoder-only models")
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
+    if other or getattr(model, "_is_stateful", False):
+        raise ValueError(f"{name} has layers of type {other or 'recurrent'}: their state is not keys and values")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ValueError(f"{name} attends in both directions (use_bidirectional_attention)")
+
+
+@torch.no_grad()
+def probe_layers(view: PreTrainedModel) -> list[LayerSpec]:
+    """The attention layers of a model whose attention implementation is hf_paged (see `model_view.py`), by layer index.
+
+    Raises:
+        ValueError: a layer does not go through the attention interface, or the model is refused by `check_supported`.
+    """
+    check_supported(view)
+    probe = _Probe()
+    device = view.get_input_embeddings().weight.device
+    token = torch.zeros((1, 1), dtype=torch.long, device=device)
+    view(
+        input_ids=token,
+        position_ids=token,
+        attention_mask=no_mask(device),
+        use_cache=False,
+        **{CONTEXT_KEYWORD: probe},
+    )
+    expected = view.config.get_text_config(decoder=True).num_hidden_layers
+    if len(probe.specs) != expected:
+        raise ValueError(
+            f"{type(view).__name__}: {len(probe.specs)} of {expected} layers use Transformers' attention interface; "
+            "paged attention needs all of them"
+        )
+    return [probe.specs[i] for i in sorted(probe.specs)]

@@ -1,0 +1,90 @@
+"""A view of a user's model: the same weights, another attention.
+
+`model.config` decides which attention runs, and it is shared by everything that uses the model: other threads, training,
+an assistant. So paged generation never touches it. The view is a copy of the module tree whose parameters and buffers
+*are* the model's tensors; only the config is its own. Views are kept while the model lives and rebuilt when the model
+changed in a way that a shared tensor does not show (moved, resized, adapters added or merged).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_paged.attention import ATTENTION_NAME
+
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+def build_view(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of `model` that shares every parameter and buffer and attends through pages.
+
+    Raises:
+        ValueError: the model does not use Transformers' attention interface (named).
+    """
+    if getattr(model.config, "_attn_implementation", None) is None or not model._can_set_attn_implementation():
+        raise ValueError(f"{type(model).__name__} does not use Transformers' attention interface and cannot be paged")
+    tensors = chain(model.parameters(), model.buffers())
+    view = copy.deepcopy(model, {id(t): t for t in tensors})
+    view.set_attn_implementation(ATTENTION_NAME)
+    return view
+
+
+class ModelFingerprint:
+    """What a view depends on besides the values inside its tensors.
+
+    `structure` changes when a view (and every graph captured from it) is stale: modules, tensor identities, addresses,
+    dtypes, simple attributes such as PEFT's merge and adapter state, the config. `versions` changes when weights were
+    written in place: the view stays right, cached keys and values do not.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        modules = tuple((name, id(m), m.training, *_simple_attributes(m)) for name, m in model.named_modules())
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        storage = tuple((name, id(t), _address(t), t.dtype, t.shape) for name, t in tensors)
+        self.structure = hash((modules, storage, repr(model.config)))
+        self.versions = hash(tuple(0 if t.is_inference() else t._version for _, t in tensors))
+
+
+def _address(tensor: Tensor) -> int:
+    return -1 if tensor.is_meta else tensor.data_ptr()
+
+
+def _simple_attributes(module: nn.Module) -> Iterator[Any]:
+    """A module's own scalars, and containers of scalars (PEFT keeps merged_adapters in a list, scaling in a dict)."""
+    for key, value in vars(module).items():
+        if isinstance(value, _SIMPLE):
+            yield key, value
+        elif isinstance(value, list | tuple) and all(isinstance(v, _SIMPLE) for v in value):
+            yield key, tuple(value)
+        elif isinstance(value, dict) and value and all(isinstance(v, _SIMPLE) for v in value.values()):
+            yield key, tuple(value.items())
+
+
+class ViewRegistry:
+    """Views of living models; an entry goes with its model."""
+
+    def __init__(self) -> None:
+        self._views: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, PreTrainedModel]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def get(self, model: PreTrainedModel, fingerprint: ModelFingerprint | None = None) -> PreTrainedModel:
+        fingerprint = fingerprint or ModelFingerprint(model)
+        entry = self._views.get(model)
+        if entry is None or entry[0] != fingerprint.structure:
+            entry = (fingerprint.structure, build_view(model))
+            self._views[model] = entry
+        return entry[1]
+
+    def drop(self, model: PreTrainedModel) -> None:
+        self._views.pop(model, None)
+
+    def clear(self) -> None:
+        self._views.clear()
