@@ -1,0 +1,209 @@
+"""The plain-torch definition of every cache operation: the specification, the CPU path and the kernels' test oracle.
+
+Vectorised: no Python loop over tokens or heads; prefill loops over sequences and over chunks of their queries, so its
+cost stays near a dense forward and its scratch memory bounded. Arithmetic is fp32 (fp64 for fp64 queries) whatever the
+pages hold. A token attends to what the pages hold, never to the K and V it was computed with, so chunking, batching and
+prefix hits cannot change a result. It trades memory traffic for simplicity: every step gathers (and dequantizes) the
+live pages once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_paged.kernels.layout import FP8_MAX, INT8_MAX, AttentionMetadata, LayerKV, Pages, PlainPages
+
+SCRATCH_ELEMENTS = 1 << 24  # attention scores held at once by a prefill chunk: 64 MB in fp32
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantize each row (last dimension) symmetrically to `dtype`.
+
+    Args:
+        x: `[..., head_dim]` of any float dtype.
+        dtype: `torch.int8` or `torch.float8_e4m3fn`.
+
+    Returns:
+        codes `[..., head_dim]` of `dtype` and scale `[...]` fp16, with `value ~ code * scale`. The scale is
+        absmax / code_max rounded *up* to fp16, so no code clips and the int8 error is at most scale / 2. A row of zeros
+        has scale 0; a row with inf or NaN, or too large for an fp16 scale, has codes 0 and scale NaN, so it reads back
+        as NaN and is never silent.
+    """
+    x = x.float()
+    code_max = INT8_MAX if dtype == torch.int8 else FP8_MAX
+    exact = x.abs().amax(-1) / code_max
+    scale = exact.half()
+    rounded_down = scale.float() < exact
+    scale = (scale.view(torch.int16) + rounded_down).to(torch.int16).view(torch.float16)  # next fp16 above, scale >= 0
+    finite = scale < float("inf")
+    divisor = torch.where(finite & (scale > 0), scale, 1.0).float()
+    codes = torch.where(finite.unsqueeze(-1), x, 0.0) / divisor.unsqueeze(-1)
+    if dtype == torch.int8:
+        codes = codes.round()  # half to even
+    return codes.to(dtype), torch.where(finite, scale, float("nan"))
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """Values `[..., head_dim]` fp32 of `codes` `[..., head_dim]` and `scale` `[...]`.
+
+    fp8 goes through integers, 10x faster than torch's scalar conversion on a CPU: an e4m3 byte shifted into an fp16
+    (exponent bias 7 read as bias 15) is the value / 256, exactly.
+    """
+    scale = scale.float().unsqueeze(-1)
+    if codes.dtype == torch.float8_e4m3fn:
+        shifted = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+        codes, scale = shifted.view(torch.float16), scale * 256
+    return codes.float().mul_(scale)
+
+
+def write_kv(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    """Store `key` `[T, kv_heads, head_dim]` and `value` `[T, kv_heads, v_head_dim]` at `slot_mapping` `[T]` int64.
+
+    A slot is block * block_size + offset; -1 stores nothing. Scaled pages are quantized by `quantize_rows`.
+    """
+    live = slot_mapping >= 0
+    slots = slot_mapping[live]
+    blocks = torch.div(slots, layer.block_size, rounding_mode="floor")
+    offsets = slots - blocks * layer.block_size
+    for pages, rows in ((layer.k, key[live]), (layer.v, value[live])):
+        if isinstance(pages, PlainPages):
+            pages.data[blocks, :, offsets] = rows.to(pages.data.dtype)
+        else:
+            codes, scale = quantize_rows(rows, pages.codes.dtype)
+            # fp8 travels as bytes: indexed stores of float8 are not implemented everywhere
+            pages.codes.view(torch.int8)[blocks, :, offsets] = codes.view(torch.int8)
+            pages.scale[blocks, :, offsets] = scale
+
+
+def paged_attention(
+    query: Tensor,
+    layer: LayerKV,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of `query` over the pages of its sequences.
+
+    Query i of a sequence sits at position `seq_len - q_len + i` and sees the keys at positions <= its own and, with a
+    `window`, > its own - window. A row of `seq_lens` 0 (padding of a captured graph) gives zeros.
+
+    Args:
+        query: `[T, heads, head_dim]`, heads a multiple of the pages' kv_heads.
+        scale: multiplies q . k.
+        softcap: scores become `softcap * tanh(score / softcap)` before masking (Gemma 2).
+        sinks: `[heads]` logits that join the softmax denominator only (GPT-OSS).
+
+    Returns:
+        `[T, heads, v_head_dim]` in the dtype of `query`.
+    """
+    kv_heads = layer.k.tensor.shape[1]
+    compute = torch.promote_types(query.dtype, torch.float32)
+    q = (query.to(compute) * scale).unflatten(1, (kv_heads, -1))  # [T, kv_heads, group, head_dim]
+    if sinks is not None:
+        sinks = sinks.to(compute).view(kv_heads, -1, 1)  # [kv_heads, group, 1]
+    out = query.new_empty(*query.shape[:2], layer.v.tensor.shape[3])
+    num_decodes = meta.num_decodes
+    if num_decodes:
+        out[:num_decodes] = _decode(q[:num_decodes], layer, meta, window, softcap, sinks)
+    starts = meta.cu_seqlens_q.tolist()
+    seq_lens = meta.seq_lens.tolist()
+    for i in range(num_decodes, meta.num_seqs):
+        rows = slice(starts[i], starts[i + 1])
+        if rows.stop > rows.start:
+            out[rows] = _prefill(q[rows], layer, meta.block_tables[i], seq_lens[i], window, softcap, sinks)
+    out[starts[-1] :] = 0
+    return out
+
+
+def _decode(
+    q: Tensor, layer: LayerKV, meta: AttentionMetadata, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """One query per sequence: `q` `[B, kv_heads, group, head_dim]` -> `[B, heads, v_head_dim]`."""
+    seq_lens = meta.seq_lens[: q.shape[0]].long()
+    longest = int(seq_lens.max())
+    first = max(int(seq_lens.min()) - window, 0) // layer.block_size if window else 0
+    table = meta.block_tables[: q.shape[0], first : -(-longest // layer.block_size)].long()
+    if table.shape[1] == 0:
+        return q.new_zeros(q.shape[0], q.shape[1] * q.shape[2], layer.v.tensor.shape[3])
+    positions = first * layer.block_size + torch.arange(table.shape[1] * layer.block_size, device=q.device)
+    mask = positions < seq_lens[:, None]
+    if window:
+        mask &= positions >= seq_lens[:, None] - window
+    k, v = (_gather(pages, table, q.dtype) for pages in (layer.k, layer.v))
+    if not mask.all():
+        k, v = (x.masked_fill_(~mask[:, None, :, None], 0.0) for x in (k, v))  # unused slots may hold NaN
+    out = _attend(q, k, v, mask[:, None, None, :], softcap, sinks)
+    out[seq_lens == 0] = 0.0
+    return out.flatten(1, 2)
+
+
+def _prefill(
+    q: Tensor,
+    layer: LayerKV,
+    table: Tensor,
+    seq_len: int,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The queries of one sequence: `q` `[q_len, kv_heads, group, head_dim]` -> `[q_len, heads, v_head_dim]`."""
+    q_len, heads, head_dim = q.shape[0], q.shape[1] * q.shape[2], q.shape[3]
+    history = seq_len - q_len  # position of the first query
+    if window and window >= seq_len:
+        window = None
+    first = max(history - window + 1, 0) // layer.block_size if window else 0
+    start = first * layer.block_size  # position of the first gathered key
+    table = table[first : -(-seq_len // layer.block_size)].long()
+    k, v = (_gather(pages, table[None], q.dtype)[0, :, None, : seq_len - start] for pages in (layer.k, layer.v))
+    group_sinks = None if sinks is None else sinks.unsqueeze(-1)
+    q = q.permute(1, 2, 0, 3)  # [kv_heads, group, q_len, head_dim]
+    fused = softcap is None and sinks is None and v.shape[-1] == head_dim  # torch's blockwise kernel: no score scratch
+    if fused and window is None and history == 0:
+        return _attend(q, k, v, None, None, None).permute(2, 0, 1, 3).flatten(1, 2)
+    out = []
+    chunk = min(max(SCRATCH_ELEMENTS // (heads * (seq_len - start)), 32), 256)
+    for i in range(0, q_len, chunk):
+        rows = q[:, :, i : i + chunk]
+        end = history + i + rows.shape[2]  # keys at and after it are in every row's future
+        low = max(history + i - window + 1, start) if window else start
+        query_positions = torch.arange(history + i, end, device=q.device)[:, None]
+        key_positions = torch.arange(low, end, device=q.device)
+        mask = key_positions <= query_positions
+        if window:
+            mask &= key_positions > query_positions - window
+        keys = slice(low - start, end - start)
+        out.append(_attend(rows, k[:, :, keys], v[:, :, keys], mask, softcap, group_sinks))
+    return torch.cat(out, 2).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Softmax attention of pre-scaled `q` `[N, H, n, D]` on `k`, `v` `[N, H or 1, L, D]`; `mask` None means causal."""
+    if mask is None or (softcap is None and sinks is None):
+        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
+    scores = q @ k.transpose(-1, -2)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores.masked_fill_(~mask, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    top = torch.maximum(scores.amax(-1), sinks)
+    probs = scores.sub_(top.unsqueeze(-1)).exp_()
+    return (probs @ v) / (probs.sum(-1) + (sinks - top).exp()).unsqueeze(-1)
+
+
+def _gather(pages: Pages, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of the blocks in `table` `[B, blocks]` as `[B, kv_heads, keys, head_dim]` of `dtype`."""
+    heads = torch.arange(pages.tensor.shape[1], device=table.device)[:, None]
+    table = table[:, None, :]
+    if isinstance(pages, PlainPages):
+        return pages.data[table, heads].to(dtype).flatten(2, 3)
+    codes = pages.codes.view(torch.int8)[table, heads].view(pages.codes.dtype)
+    return dequantize(codes, pages.scale[table, heads]).to(dtype).flatten(2, 3)
