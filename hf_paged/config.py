@@ -1,0 +1,139 @@
+"""What the engine may be told: `EngineConfig`, the words for a KV format, and the KV groups of a model.
+
+Every value is checked on construction; an unknown name or an impossible value is a `ValueError` that names the field,
+the value and what is allowed. "auto" and `None` are resolved by the engine, which makes a new object with
+`dataclasses.replace`. No torch here: the command line and the server read this file without loading it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NoReturn
+
+KV_FORMATS = ("auto", "fp8", "int8")
+
+AutoBool = bool | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVGroup:
+    """Layers that share one block table per request: `num_layers` layers with the same attention window.
+
+    `window` counts positions, a query at p sees keys > p - window; None is full attention.
+    """
+
+    window: int | None
+    num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            check_int("window", self.window, minimum=1)
+        check_int("num_layers", self.num_layers, minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Raises ValueError for a value that no engine can run with."""
+
+    block_size: int = 32  # tokens per KV block, a power of two in 16..256
+    kv_cache_dtype: str = "auto"  # "auto" (model dtype), "fp8", "int8", or "k=int8,v=auto"
+    skip_layers: tuple[int, ...] = ()  # layers that keep the model dtype in the cache
+    num_blocks: int | None = None  # blocks on the device, the null block included; None = from the free memory
+    gpu_memory_utilization: float = 0.9  # share of the device memory for weights, activations and KV blocks
+    max_num_seqs: int = 256  # requests that run at the same time
+    max_num_batched_tokens: int = 8192  # tokens computed per step
+    max_model_len: int | None = None  # prompt + output tokens of one request; None = from the model
+    enable_prefix_caching: bool = True
+    swap_space: float = 0.0  # GiB of pinned CPU memory for preempted requests; 0 = recompute them
+    cuda_graphs: AutoBool = "auto"
+    async_scheduling: AutoBool = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("block_size", self.block_size, minimum=16, maximum=256)
+        if self.block_size & (self.block_size - 1):
+            refuse("block_size", self.block_size, "16, 32, 64, 128 or 256")
+        parse_kv_cache_dtype(self.kv_cache_dtype)
+        object.__setattr__(self, "skip_layers", _layer_indices(self.skip_layers))
+        if self.num_blocks is not None:
+            check_int("num_blocks", self.num_blocks, minimum=2)
+        check_float("gpu_memory_utilization", self.gpu_memory_utilization, minimum=0.0, maximum=1.0)
+        if self.gpu_memory_utilization == 0:
+            refuse("gpu_memory_utilization", self.gpu_memory_utilization, "a number above 0, at most 1")
+        check_int("max_num_seqs", self.max_num_seqs, minimum=1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, minimum=1)
+        if self.max_model_len is not None:
+            check_int("max_model_len", self.max_model_len, minimum=2)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_float("swap_space", self.swap_space, minimum=0.0)
+        for name in ("cuda_graphs", "async_scheduling"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and value != "auto":
+                refuse(name, value, 'True, False or "auto"')
+        check_int("seed", self.seed, minimum=0, maximum=2**63 - 1)
+
+    @classmethod
+    def parse(cls, mapping: Mapping[str, Any]) -> EngineConfig:
+        """The config of keyword arguments, a `cache_config` or a command line. Raises ValueError, also for a name."""
+        allowed = [field.name for field in fields(cls)]
+        unknown = [str(name) for name in mapping if name not in allowed]
+        if unknown:
+            raise ValueError(f"unknown engine option {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+        return cls(**mapping)
+
+
+def parse_kv_cache_dtype(text: str) -> tuple[str, str]:
+    """The formats of K and of V: "int8" -> ("int8", "int8"), "v=auto,k=int8" -> ("int8", "auto"). Raises ValueError."""
+    allowed = f'{", ".join(KV_FORMATS)}, or a pair such as "k=int8,v=auto"'
+    if not isinstance(text, str):
+        refuse("kv_cache_dtype", text, allowed)
+    if text in KV_FORMATS:
+        return text, text
+    sides: dict[str, str] = {}
+    for part in text.split(",") if "=" in text else ():
+        side, _, value = (word.strip() for word in part.partition("="))
+        if side in ("k", "v") and side not in sides and value in KV_FORMATS:
+            sides[side] = value
+        else:
+            refuse("kv_cache_dtype", text, allowed)
+    if len(sides) != 2:
+        refuse("kv_cache_dtype", text, allowed)
+    return sides["k"], sides["v"]
+
+
+def refuse(name: str, value: object, allowed: str) -> NoReturn:
+    """Raise the ValueError that names the field, its value and what is allowed."""
+    raise ValueError(f"{name}={value!r} is not allowed; allowed: {allowed}")
+
+
+def check_int(name: str, value: object, *, minimum: int, maximum: int | None = None) -> None:
+    """A bool is not an int: `max_tokens=True` is a mistake, not 1."""
+    if isinstance(value, int) and not isinstance(value, bool) and minimum <= value:
+        if maximum is None or value <= maximum:
+            return
+    refuse(name, value, f"an integer >= {minimum}" if maximum is None else f"an integer in {minimum}..{maximum}")
+
+
+def check_float(name: str, value: object, *, minimum: float, maximum: float = math.inf) -> None:
+    """An int will do for a float; NaN and infinities are refused."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if minimum <= value <= maximum:
+            return
+    bounded = f"a number in {minimum:g}..{maximum:g}"
+    refuse(name, value, f"a finite number >= {minimum:g}" if maximum == math.inf else bounded)
+
+
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        refuse(name, value, "True or False")
+
+
+def _layer_indices(value: object) -> tuple[int, ...]:
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        refuse("skip_layers", value, "a sequence of layer indices")
+    layers = tuple(value)
+    for layer in layers:
+        check_int("skip_layers", layer, minimum=0)
+    return layers
