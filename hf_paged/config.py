@@ -110,19 +110,20 @@ def refuse(name: str, value: object, allowed: str) -> NoReturn:
 
 def check_int(name: str, value: object, *, minimum: int, maximum: int | None = None) -> None:
     """A bool is not an int: `max_tokens=True` is a mistake, not 1."""
-    if isinstance(value, int) and not isinstance(value, bool) and minimum <= value:
-        if maximum is None or value <= maximum:
-            return
-    refuse(name, value, f"an integer >= {minimum}" if maximum is None else f"an integer in {minimum}..{maximum}")
+    allowed = f"an integer >= {minimum}" if maximum is None else f"an integer in {minimum}..{maximum}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        refuse(name, value, allowed)
+    if maximum is not None and value > maximum:
+        refuse(name, value, allowed)
 
 
 def check_float(name: str, value: object, *, minimum: float, maximum: float = math.inf) -> None:
     """An int will do for a float; NaN and infinities are refused."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        if minimum <= value <= maximum:
-            return
-    bounded = f"a number in {minimum:g}..{maximum:g}"
-    refuse(name, value, f"a finite number >= {minimum:g}" if maximum == math.inf else bounded)
+    allowed = f"a finite number >= {minimum:g}" if maximum == math.inf else f"a number in {minimum:g}..{maximum:g}"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        refuse(name, value, allowed)
+    if not minimum <= value <= maximum or value == math.inf:
+        refuse(name, value, allowed)
 
 
 def check_bool(name: str, value: object) -> None:
