@@ -48,6 +48,13 @@ class BlockPool:
         """Blocks that can be found by their content."""
         return len(self._key_of)
 
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks until there are `num_blocks`."""
+        assert num_blocks >= self.num_blocks, f"a pool of {self.num_blocks} blocks cannot shrink to {num_blocks}"
+        self._free.update(dict.fromkeys(range(self.num_blocks, num_blocks)))
+        self._ref_counts += [0] * (num_blocks - self.num_blocks)
+        self.num_blocks = num_blocks
+
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
 

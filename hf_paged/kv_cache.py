@@ -113,6 +113,7 @@ class KVCache:
         self.groups = group_layers(specs)
         self.group_of = {spec.layer_idx: g for g, group in enumerate(self.groups) for spec in group.layers}
         layouts = {spec.layer_idx: _RowLayout(spec, formats[spec.layer_idx], block_size) for spec in specs}
+        self._layouts = layouts
         num_slots = max(len(group.layers) for group in self.groups)
         self._row_bytes = [
             max(layouts[g.layers[slot].layer_idx].num_bytes for g in self.groups if slot < len(g.layers))
@@ -123,12 +124,15 @@ class KVCache:
             torch.empty((num_blocks, n), dtype=torch.uint8, device=d)
             for n, d in zip(self._row_bytes, devices, strict=True)
         ]
-        self.layers: dict[int, LayerKV] = {
-            spec.layer_idx: layouts[spec.layer_idx].pages(self._slots[slot])
+        self.layers = self._view_pages()
+        self._host: list[Tensor] = []
+
+    def _view_pages(self) -> dict[int, LayerKV]:
+        return {
+            spec.layer_idx: self._layouts[spec.layer_idx].pages(self._slots[slot])
             for group in self.groups
             for slot, spec in enumerate(group.layers)
         }
-        self._host: list[Tensor] = []
 
     @property
     def block_bytes(self) -> int:
@@ -152,11 +156,19 @@ class KVCache:
         self._host = [torch.empty((count, n), dtype=torch.uint8, pin_memory=pin) for n in self._row_bytes]
         return count
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def grow(self, num_blocks: int) -> None:
+        """Reallocate for `num_blocks` blocks and keep the contents; at most one slot exists twice at any time."""
+        for i, old in enumerate(self._slots):
+            self._slots[i] = old.new_empty((num_blocks, old.shape[1]))
+            self._slots[i][: self.num_blocks] = old
+        self.num_blocks = num_blocks
+        self.layers = self._view_pages()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]] | Tensor) -> None:
         """Copy whole blocks, (source, destination) each; sources are read before any destination is written."""
-        if not pairs:
+        if len(pairs) == 0:
             return
-        table = torch.tensor(pairs, dtype=torch.long)
+        table = torch.as_tensor(pairs, dtype=torch.long)
         for slot in self._slots:
             source, destination = table.to(slot.device).unbind(1)
             slot[destination] = slot[source]
