@@ -1,0 +1,224 @@
+"""Reading and writing the packed tensors of a file, once their layout is known.
+
+`read` turns a module's tensors into the integers they mean, `write` is its inverse and reproduces the file's words. What
+only the values can tell is decided here: GPTQ zero points written as zero - 1 or as they are, a `g_idx` that is the natural
+order, NaN or infinite scales, groups out of range.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hf_paged.quant import packing
+from hf_paged.quant.layout import Layout, gemv_width
+from hf_paged.quant.weight import QuantizedWeight
+
+logger = logging.getLogger(__name__)
+
+
+def read(name: str, layout: Layout, tensors: Mapping[str, Tensor], *, mask_zeros: bool = True) -> QuantizedWeight:
+    """The integers and scales of module `name`; the tensors must have the shapes of `layout`.
+
+    `mask_zeros=False` reads a GPTQ v1 zero that wrapped (zero 0 stored as 2 ** bits - 1) as AutoGPTQ's own code does,
+    unmasked: only useful to compare with that code. Raises ValueError naming the tensor whose values cannot be used.
+    """
+    weight = _READERS[layout.kind](name, layout, tensors, mask_zeros)
+    _check_scales(f"{name}.{layout.scales_name}", weight.scales)
+    return weight
+
+
+def write(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors a file of this layout holds for `weight`, by suffix; GPTQ zeros follow the label of `layout`."""
+    return _WRITERS[layout.kind](layout, weight)
+
+
+def _check_scales(name: str, scales: Tensor) -> None:
+    bad = int((~torch.isfinite(scales)).sum())
+    if bad:
+        raise ValueError(f"tensor {name}: expected finite scales, found {bad} NaN or infinite of {scales.numel()}; the file "
+                         "is damaged or was quantized with overflowing weights")  # fmt: skip
+
+
+def _check_g_idx(name: str, g_idx: Tensor, layout: Layout) -> Tensor | None:
+    """None when the index is the natural order (or all zeros: a writer's way of saying so)."""
+    low, high = int(g_idx.min()), int(g_idx.max())
+    if low < 0 or high >= layout.groups:
+        raise ValueError(f"tensor {name}: expected groups in [0, {layout.groups}), found [{low}, {high}]")
+    natural = torch.arange(layout.in_features, device=g_idx.device) // layout.group_size
+    if torch.equal(g_idx.long(), natural) or high == 0:
+        return None
+    counts = torch.bincount(g_idx.long(), minlength=layout.groups)
+    if int(counts.max()) > layout.group_size:
+        worst = int(counts.argmax())
+        raise ValueError(f"tensor {name}: expected at most {layout.group_size} channels per group, found {int(counts.max())} "
+                         f"in group {worst}")  # fmt: skip
+    return g_idx.to(torch.int32)
+
+
+def stored_zero_offset(stored: Tensor, codes: Tensor, bits: int, label: int) -> int:
+    """What was subtracted from GPTQ zeros before storing: 1 (v1) or 0 (v2), from the data where it is decisive.
+
+    Symmetric files store one constant, the midpoint or the midpoint minus one. Otherwise the weights of a layer average to
+    nearly zero, so codes - zero does too, and the two readings differ by a whole step. With 8 bits a step is as small as
+    an ordinary mean, so there (and where neither reading is clear) the label decides.
+    """
+    middle = 2 ** (bits - 1)
+    low, high = int(stored.min()), int(stored.max())
+    if low == high and low in (middle - 1, middle):
+        return middle - low
+    if bits == 8:
+        return label
+    mean = codes.double().mean() if codes.numel() < 1 << 20 else codes.float().mean(dim=1).double().mean()
+    v1 = abs(float(mean - ((stored.int() + 1) % 2**bits).double().mean()))
+    v2 = abs(float(mean - stored.double().mean()))
+    if min(v1, v2) < 0.25 and max(v1, v2) > 0.6:
+        return 1 if v1 < v2 else 0
+    return label
+
+
+def _read_gptq(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
+    codes = packing.unpack_words(tensors["qweight"].t().contiguous(), layout.bits, layout.in_features)
+    zeros = None
+    if "qzeros" in tensors:
+        stored = packing.unpack_words(tensors["qzeros"], layout.bits, layout.out_features)
+        offset = stored_zero_offset(stored, codes, layout.bits, layout.zero_offset)
+        if offset != layout.zero_offset:
+            logger.warning("%s: the label says GPTQ %s zero points, the data holds %s; the data is followed",
+                           name, _version(layout.zero_offset), _version(offset))  # fmt: skip
+        if not mask_zeros:
+            zeros = stored.to(torch.int16) + offset
+        else:
+            zeros = (stored + offset) & (2**layout.bits - 1)
+            zeros = _none_if_symmetric(zeros, layout.bits)
+    g_idx = _check_g_idx(f"{name}.g_idx", tensors["g_idx"], layout) if "g_idx" in tensors else None
+    return _weight(layout, codes, tensors["scales"], zeros, g_idx)
+
+
+def _version(offset: int) -> str:
+    return "v1 (zero - 1)" if offset else "v2 (zero)"
+
+
+def _write_gptq(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
+    out = {"qweight": packing.pack_words(weight.codes, layout.bits).t().contiguous(), "scales": weight.scales}
+    if "qzeros" in layout.tensors:
+        stored = (_zeros(weight).to(torch.int16) - layout.zero_offset) & (2**layout.bits - 1)
+        out["qzeros"] = packing.pack_words(stored.to(torch.uint8), layout.bits)
+    if "g_idx" in layout.tensors:
+        out["g_idx"] = weight.group_index().to(torch.int32)
+    return out
+
+
+def _read_awq_gemm(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
+    codes = packing.unpack_awq_words(tensors["qweight"]).t().contiguous()
+    zeros = packing.unpack_awq_words(tensors["qzeros"]) if "qzeros" in tensors else None
+    return _weight(layout, codes, tensors["scales"], _none_if_symmetric(zeros, 4), None)
+
+
+def _write_awq_gemm(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
+    out = {"qweight": packing.pack_awq_words(weight.codes.t().contiguous()), "scales": weight.scales}
+    if "qzeros" in layout.tensors:
+        out["qzeros"] = packing.pack_awq_words(_zeros(weight))
+    return out
+
+
+def _read_awq_gemv(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
+    codes = packing.unpack_words(tensors["qweight"], 4, layout.in_features)
+    zeros = packing.unpack_words(tensors["qzeros"], 4, layout.groups).t().contiguous()
+    scales = tensors["scales"][:, : layout.groups].t().contiguous()
+    return _weight(layout, codes, scales, _none_if_symmetric(zeros, 4), None)
+
+
+def _write_awq_gemv(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
+    width = gemv_width(layout.in_features, layout.group_size)
+    pad = (0, width * 8 - layout.groups)
+    zeros = torch.nn.functional.pad(_zeros(weight).t(), pad)
+    scales = torch.nn.functional.pad(weight.scales.t(), pad)
+    return {"qweight": packing.pack_words(weight.codes, 4), "qzeros": packing.pack_words(zeros, 4), "scales": scales}
+
+
+def _read_interleaved(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
+    codes = packing.unpack_interleaved(tensors["qweight"])
+    suffix = "scaled_zeros" if layout.kind == "llm_awq" else "qzeros"
+    scales = tensors["scales"][: layout.groups].contiguous()
+    _check_scales(f"{name}.scales", scales)
+    scaled = tensors[suffix][: layout.groups].float()
+    zeros = torch.round(torch.where(scales == 0, 0.0, -scaled / scales.float()))
+    low, high = float(zeros.min()), float(zeros.max())
+    if not (low >= 0 and high <= 15):
+        raise ValueError(f"tensor {name}.{suffix}: expected minus scale times a zero in [0, 15], found zeros in [{low}, {high}]")
+    return _weight(layout, codes, scales, _none_if_symmetric(zeros.to(torch.uint8), 4), None)
+
+
+def _write_interleaved(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
+    pad = (0, 0, 0, gemv_width(layout.in_features, layout.group_size) * 8 - layout.groups)
+    scaled = (-weight.scales.float() * _zeros(weight).float()).to(weight.scales.dtype)
+    suffix = "scaled_zeros" if layout.kind == "llm_awq" else "qzeros"
+    return {"qweight": packing.pack_interleaved(weight.codes), "scales": torch.nn.functional.pad(weight.scales, pad),
+            suffix: torch.nn.functional.pad(scaled, pad)}  # fmt: skip
+
+
+def _read_compressed(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
+    if "weight_shape" in tensors:
+        shape = [int(size) for size in tensors["weight_shape"]]
+        if shape != [layout.out_features, layout.in_features]:
+            raise ValueError(f"tensor {name}.weight_shape: expected {[layout.out_features, layout.in_features]}, found {shape}")
+    codes = packing.unpack_words(tensors["weight_packed"], layout.bits, layout.in_features)
+    zeros = None
+    if "weight_zero_point" in tensors:
+        fields = packing.unpack_words(tensors["weight_zero_point"].t().contiguous(), layout.bits, layout.out_features)
+        zeros = _none_if_symmetric(fields, layout.bits)
+    g_idx = None
+    if "weight_g_idx" in tensors:
+        g_idx = _check_g_idx(f"{name}.weight_g_idx", tensors["weight_g_idx"], layout)
+    return _weight(layout, codes, tensors["weight_scale"].t().contiguous(), zeros, g_idx)
+
+
+def _write_compressed(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
+    out = {"weight_packed": packing.pack_words(weight.codes, layout.bits), "weight_scale": weight.scales.t().contiguous()}
+    if "weight_zero_point" in layout.tensors:
+        out["weight_zero_point"] = packing.pack_words(_zeros(weight), layout.bits).t().contiguous()
+    if "weight_shape" in layout.tensors:
+        out["weight_shape"] = torch.tensor([layout.out_features, layout.in_features])
+    if "weight_g_idx" in layout.tensors:
+        out["weight_g_idx"] = weight.group_index().to(torch.int32)
+    return out
+
+
+def _weight(
+    layout: Layout, codes: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor | None
+) -> QuantizedWeight:
+    return QuantizedWeight(
+        codes=codes, scales=scales, zeros=zeros, g_idx=g_idx, bits=layout.bits, group_size=layout.group_size
+    )
+
+
+def _none_if_symmetric(zeros: Tensor | None, bits: int) -> Tensor | None:
+    return None if zeros is None or bool((zeros == 2 ** (bits - 1)).all()) else zeros
+
+
+def _zeros(weight: QuantizedWeight) -> Tensor:
+    if weight.zeros is not None:
+        return weight.zeros
+    return torch.full(weight.scales.shape, 2 ** (weight.bits - 1), dtype=torch.uint8, device=weight.codes.device)
+
+
+_READERS = {
+    "gptq": _read_gptq,
+    "awq_gemm": _read_awq_gemm,
+    "awq_gemv": _read_awq_gemv,
+    "awq_gemv_fast": _read_interleaved,
+    "llm_awq": _read_interleaved,
+    "compressed": _read_compressed,
+}
+_WRITERS = {
+    "gptq": _write_gptq,
+    "awq_gemm": _write_awq_gemm,
+    "awq_gemv": _write_awq_gemv,
+    "awq_gemv_fast": _write_interleaved,
+    "llm_awq": _write_interleaved,
+    "compressed": _write_compressed,
+}

@@ -1,0 +1,189 @@
+"""How a file stores one linear: names, dtypes and shapes, recognised from the file's header.
+
+The label in `quantization_config` only breaks ties and states what was promised (bits): what is stored is read off the
+tensors themselves. A set of tensors that fits no known layout is refused with the tensor, what was expected and what was
+found; nothing is guessed.
+
+| kind | bits | qweight | zeros | scales |
+| --- | --- | --- | --- | --- |
+| gptq | 2 3 4 8 | int32 [K * bits / 32, N] | qzeros int32 [G, N * bits / 32] | [G, N] |
+| awq_gemm | 4 | int32 [K, N / 8] | qzeros int32 [G, N / 8] | [G, N] |
+| awq_gemv | 4 | int32 [N, K / 8] | qzeros int32 [N, W] | [N, 8 W] |
+| awq_gemv_fast | 4 | int16 [N / 4, K] | qzeros fp16 [8 W, N], minus scale * zero | [8 W, N] |
+| llm_awq | 4 | int16 [N / 4, K] | scaled_zeros fp16 [8 W, N] | [8 W, N] |
+| compressed | 4 8 | weight_packed int32 [N, K * bits / 32] | weight_zero_point int32 [N * bits / 32, G] | weight_scale [N, G] |
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hf_paged.quant.packing import BITS, words_for
+
+logger = logging.getLogger(__name__)
+
+FLOATS = ("F16", "BF16", "F32")
+PACKED_SUFFIXES = (
+    "qweight", "qzeros", "scales", "g_idx", "scaled_zeros",
+    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
+)  # fmt: skip
+_REMEDY = {
+    "weight": "nvfp4, mxfp4, marlin and sparse layouts are not read: re-save the model as W4A16 `pack-quantized`, GPTQ or AWQ",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One tensor as a safetensors header describes it: `dtype` in the header's words (I32, F16, F8_E4M3, ...)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """What `quantization_config` promises for one module. None: it does not say."""
+
+    bits: int | None = None
+    group_size: int | None = None  # -1: one group over all input channels
+    method: str = "gptq"  # gptq | awq | compressed-tensors
+    zero_offset: int = 1  # 1: GPTQ v1 stores zero - 1; 0: gptq_v2 stores the zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One linear in a file: everything needed to read its tensors and to write them back."""
+
+    kind: str
+    in_features: int
+    out_features: int
+    bits: int
+    group_size: int
+    zero_offset: int  # GPTQ only: what the label says; the data may overrule it at reading
+    tensors: Mapping[str, TensorSpec]
+
+    @property
+    def groups(self) -> int:
+        return -(-self.in_features // self.group_size)
+
+    @property
+    def scales_name(self) -> str:
+        return "weight_scale" if self.kind == "compressed" else "scales"
+
+
+def identify(name: str, found: Mapping[str, TensorSpec], in_features: int, out_features: int, label: Label) -> Layout:
+    """The layout of module `name` (`in_features` K, `out_features` N) from its tensors in the file.
+
+    Raises ValueError naming the tensor, what was expected and what was found.
+    """
+    kinds = _kinds(name, found, label)
+    failures: list[str] = []
+    for kind in kinds:
+        for bits in _candidate_bits(kind, label):
+            group_size = _group_size(kind, found, in_features, label)
+            expected = _expected(kind, in_features, out_features, bits, group_size)
+            problem = _mismatch(name, kind, bits, expected, found)
+            if problem is None:
+                _check_bits(name, bits, label)
+                return Layout(
+                    kind=kind, in_features=in_features, out_features=out_features, bits=bits, group_size=group_size,
+                    zero_offset=label.zero_offset, tensors=dict(found),
+                )  # fmt: skip
+            failures.append(problem)
+    raise ValueError(failures[0])
+
+
+def _kinds(name: str, found: Mapping[str, TensorSpec], label: Label) -> list[str]:
+    if "weight_packed" in found:
+        return ["compressed"]
+    if "qweight" not in found:
+        some = next(iter(found))
+        raise ValueError(f"tensor {name}.{some} ({found[some]}) has no packed weight beside it: expected "
+                         f"{name}.qweight or {name}.weight_packed; {_REMEDY['weight']}")  # fmt: skip
+    if found["qweight"].dtype == "I16":
+        return ["llm_awq" if "scaled_zeros" in found else "awq_gemv_fast"]
+    awq = ["awq_gemm", "awq_gemv"]
+    return [*awq, "gptq"] if label.method == "awq" else ["gptq", *awq]
+
+
+def _candidate_bits(kind: str, label: Label) -> list[int]:
+    allowed = {"gptq": BITS, "compressed": (4, 8)}.get(kind, (4,))
+    first = [label.bits] if label.bits in allowed else []
+    return [*first, *(bits for bits in allowed if bits not in first)]  # type: list[int]
+
+
+def _check_bits(name: str, bits: int, label: Label) -> None:
+    if label.bits is not None and label.bits != bits:
+        raise ValueError(f"module {name}: quantization_config says {label.bits} bits, the tensors hold {bits}; correct "
+                         "`bits`, or add a `dynamic` rule for the module")  # fmt: skip
+
+
+def _group_size(kind: str, found: Mapping[str, TensorSpec], in_features: int, label: Label) -> int:
+    promised = label.group_size if label.group_size is not None else 128
+    promised = in_features if promised in (-1, 0) else promised
+    scales = found.get("weight_scale" if kind == "compressed" else "scales")
+    if scales is None or len(scales.shape) != 2 or kind in ("awq_gemv", "awq_gemv_fast", "llm_awq"):
+        return promised  # padded group axes do not tell the group size
+    groups = scales.shape[1] if kind == "compressed" else scales.shape[0]
+    if groups > 0 and -(-in_features // promised) != groups and in_features % groups == 0:
+        return in_features // groups  # the file is consistent with itself: the label's group_size is not the one used
+    return min(promised, in_features)
+
+
+def gemv_width(in_features: int, group_size: int) -> int:
+    """AWQ's padded count of zero words per row, W in the table above (`calculate_zeros_width`)."""
+    multiple = 1 if group_size >= 128 else 2 if group_size == 64 else 4
+    base = -(-(in_features // group_size) // 8)
+    return -(-base // multiple) * multiple
+
+
+def _expected(kind: str, k: int, n: int, bits: int, group_size: int) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+    groups = -(-k // group_size)
+    ints = ("I32",)
+    if kind == "gptq":
+        return {"qweight": (ints, (words_for(k, bits), n)), "qzeros": (ints, (groups, words_for(n, bits))),
+                "scales": (FLOATS, (groups, n)), "g_idx": (("I32", "I64"), (k,))}  # fmt: skip
+    if kind == "awq_gemm":
+        return {"qweight": (ints, (k, n // 8)), "qzeros": (ints, (groups, n // 8)), "scales": (FLOATS, (groups, n))}
+    width = gemv_width(k, group_size)
+    if kind == "awq_gemv":
+        return {"qweight": (ints, (n, k // 8)), "qzeros": (ints, (n, width)), "scales": (FLOATS, (n, width * 8))}
+    if kind in ("awq_gemv_fast", "llm_awq"):
+        zeros = "scaled_zeros" if kind == "llm_awq" else "qzeros"
+        padded = (width * 8, n)
+        return {"qweight": (("I16",), (n // 4, k)), zeros: (FLOATS, padded), "scales": (FLOATS, padded)}
+    return {"weight_packed": (ints, (n, words_for(k, bits))), "weight_scale": (FLOATS, (n, groups)),
+            "weight_zero_point": (ints, (words_for(n, bits), groups)), "weight_shape": (("I64", "I32"), (2,)),
+            "weight_g_idx": (("I32", "I64"), (k,))}  # fmt: skip
+
+
+_OPTIONAL = {
+    "gptq": ("qzeros", "g_idx"),
+    "awq_gemm": ("qzeros",),
+    "compressed": ("weight_zero_point", "weight_shape", "weight_g_idx"),
+}
+
+
+def _mismatch(
+    name: str, kind: str, bits: int, expected: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]],
+    found: Mapping[str, TensorSpec],
+) -> str | None:  # fmt: skip
+    """The first difference between the expected and the found tensors, as a sentence; None when they agree."""
+    what = f"{kind}, {bits} bits"
+    for suffix, (dtypes, shape) in expected.items():
+        tensor = found.get(suffix)
+        if tensor is None:
+            if suffix in _OPTIONAL.get(kind, ()):
+                continue
+            return f"tensor {name}.{suffix} is missing: expected {dtypes[0]} {list(shape)} ({what})"
+        if tensor.dtype not in dtypes or tensor.shape != shape:
+            return f"tensor {name}.{suffix}: expected {' or '.join(dtypes)} {list(shape)} ({what}), found {tensor}"
+    unknown = sorted(set(found) - set(expected))
+    if unknown:
+        return f"tensor {name}.{unknown[0]} ({found[unknown[0]]}) does not belong to layout {kind}"
+    return None

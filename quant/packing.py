@@ -1,0 +1,103 @@
+"""Bit fields inside integer words: the only place that shifts and masks a file's words.
+
+A word holds `32 // bits` fields, lowest bits first; with 3 bits, 32 fields form one 96-bit little-endian string over three
+words (GPTQ). Everything runs on the tensor's device, one field position at a time, so that the peak is one byte per field.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BITS = (2, 3, 4, 8)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column held by each nibble of an AWQ word, low to high
+_AWQ_INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def words_for(count: int, bits: int) -> int:
+    """How many int32 words hold `count` fields of `bits` bits (3 bits go in blocks of 32 fields)."""
+    return -(-count // 32) * 3 if bits == 3 else -(-count * bits // 32)
+
+
+def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
+    """`[..., W]` int32 -> `[..., count]` uint8 fields, in file order. Fields beyond `count` are padding and are dropped."""
+    if bits == 3:
+        return _unpack_three(words)[..., :count].contiguous()
+    per_word = 32 // bits
+    fields = words.new_empty((*words.shape, per_word), dtype=torch.uint8)
+    mask = (1 << bits) - 1
+    for i in range(per_word):
+        fields[..., i] = (words >> (bits * i)) & mask
+    return fields.flatten(-2)[..., :count].contiguous()
+
+
+def pack_words(fields: Tensor, bits: int) -> Tensor:
+    """`[..., count]` uint8 -> `[..., words_for(count)]` int32; the inverse of `unpack_words`, padding with zero fields."""
+    width = words_for(fields.shape[-1], bits)
+    per_row = width * 32 // bits
+    fields = torch.nn.functional.pad(fields, (0, per_row - fields.shape[-1]))
+    if bits == 3:
+        return _pack_three(fields)
+    fields = fields.unflatten(-1, (width, 32 // bits))
+    words = torch.zeros(fields.shape[:-1], dtype=torch.int32, device=fields.device)
+    for i in range(32 // bits):
+        words |= fields[..., i].to(torch.int32) << (bits * i)
+    return words
+
+
+def unpack_awq_words(words: Tensor) -> Tensor:
+    """`[R, C]` AWQ int32 words -> `[R, 8 * C]` uint8 in column order (4 bits, nibbles interleaved)."""
+    nibbles = unpack_words(words, 4, words.shape[-1] * 8).unflatten(-1, (-1, 8))
+    return nibbles[..., list(_AWQ_INVERSE)].flatten(-2)
+
+
+def pack_awq_words(fields: Tensor) -> Tensor:
+    """`[R, C]` uint8 in column order, C a multiple of 8 -> `[R, C / 8]` AWQ int32 words."""
+    return pack_words(fields.unflatten(-1, (-1, 8))[..., list(AWQ_ORDER)].flatten(-2), 4)
+
+
+def unpack_interleaved(words: Tensor) -> Tensor:
+    """AWQ `gemv_fast` and llm-awq: `[N / 4, K]` int16 -> `[N, K]` uint8.
+
+    Four rows are interleaved per 64 columns; within 32 columns the pairs go 0,1,8,9,16,17,24,25,..., and every eight values
+    are stored as 0,2,4,6,1,3,5,7 (AutoAWQ `pack_intweight(interleave=4, kstride=64)`).
+    """
+    quarter, columns = words.shape
+    fields = torch.stack([(words >> (4 * i)) & 15 for i in range(4)], dim=-1).to(torch.uint8)  # [N/4, K, 4]
+    fields = fields.view(quarter, columns // 64, 4, 64).transpose(1, 2).reshape(quarter * 4, columns // 32, 4, 2, 4)
+    fields = fields.transpose(3, 4).reshape(quarter * 4, columns // 32, 4, 4, 2)
+    return fields.transpose(2, 3).reshape(quarter * 4, columns)
+
+
+def pack_interleaved(fields: Tensor) -> Tensor:
+    """The inverse of `unpack_interleaved`: `[N, K]` uint8 (N % 4 == 0, K % 64 == 0) -> `[N / 4, K]` int16."""
+    rows, columns = fields.shape
+    fields = fields.view(rows, columns // 32, 4, 4, 2).transpose(2, 3).reshape(rows, columns // 32, 4, 4, 2)
+    fields = fields.transpose(3, 4).reshape(rows // 4, 4, columns // 64, 64).transpose(1, 2)
+    fields = fields.reshape(rows // 4, columns, 4).to(torch.int32)
+    word = fields[..., 0] | fields[..., 1] << 4 | fields[..., 2] << 8 | fields[..., 3] << 12
+    return word.to(torch.int16)
+
+
+def _unpack_three(words: Tensor) -> Tensor:
+    low = words.unflatten(-1, (-1, 3)).to(torch.int64) & 0xFFFFFFFF
+    fields = words.new_empty((*low.shape[:-1], 32), dtype=torch.uint8)
+    for i in range(32):
+        word, shift = divmod(3 * i, 32)
+        value = low[..., word] >> shift
+        if shift > 29:  # the field straddles two words
+            value = value | (low[..., word + 1] << (32 - shift))
+        fields[..., i] = value & 7
+    return fields.flatten(-2)
+
+
+def _pack_three(fields: Tensor) -> Tensor:
+    blocks = fields.unflatten(-1, (-1, 32)).to(torch.int64)
+    words = torch.zeros((*blocks.shape[:-1], 3), dtype=torch.int64, device=fields.device)
+    for i in range(32):
+        word, shift = divmod(3 * i, 32)
+        words[..., word] |= (blocks[..., i] << shift) & 0xFFFFFFFF
+        if shift > 29:
+            words[..., word + 1] |= blocks[..., i] >> (32 - shift)
+    words = torch.where(words >= 2**31, words - 2**32, words)
+    return words.to(torch.int32).flatten(-2)
