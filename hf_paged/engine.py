@@ -1,0 +1,245 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+    Scheduler.schedule()   who runs, how many tokens, blocks assigned
+    ModelRunner.forward()  logits; keys and values stored on the way
+    Sampler()              token ids, on the device
+    Scheduler.update()     append, stop, free blocks
+
+A step is asynchronous: while the device runs step N, step N + 1 is scheduled and launched, and only then are the tokens of
+step N read. A sampled token reaches the next step on the device; the host waits for it one step later, for bookkeeping.
+Every accepted request ends in exactly one terminal output. No threads here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_paged.config import EngineConfig, KVGroup
+from hf_paged.kv_cache import KVCache, layer_formats
+from hf_paged.layer_probe import probe_layers
+from hf_paged.memory import GIB, resolve_num_blocks
+from hf_paged.model_runner import ModelRunner, StepLogits
+from hf_paged.model_view import build_view
+from hf_paged.output_processor import OutputProcessor
+from hf_paged.outputs import RequestOutput
+from hf_paged.request import FinishReason, Request, SchedulerOutput
+from hf_paged.sampler import LogprobsTensors, Sampler
+from hf_paged.sampling_params import SamplingParams
+from hf_paged.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedStep:
+    """A step on its way through the device."""
+
+    plan: SchedulerOutput
+    token_ids: Tensor  # [num_sampled] int64 on the host, valid once `done`
+    logprobs: LogprobsTensors | None  # on the host, valid once `done`
+    prompt_logprobs: dict[str, LogprobsTensors]  # by request id
+    done: torch.cuda.Event | None
+
+    def wait(self) -> list[int]:
+        """The sampled tokens; the only place where the host waits for the device."""
+        if self.done is not None:
+            self.done.synchronize()
+        tokens: list[int] = self.token_ids.tolist()
+        return tokens
+
+
+class Engine:
+    """Runs requests on a model through a paged KV cache.
+
+    Args:
+        model: any supported causal language model; it is not changed.
+        config: what may be "auto" or None is resolved here.
+        tokenizer: for text and stop strings; without one, requests are ids in and ids out.
+        pool_tokens: size the pool for this many tokens instead of by the free memory.
+
+    Raises:
+        ValueError: the model cannot be paged, or the memory holds no cache.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, config: EngineConfig, *, tokenizer: Any = None, pool_tokens: int | None = None
+    ) -> None:
+        view = build_view(model)
+        specs = probe_layers(view)
+        formats = layer_formats(specs, config.kv_cache_dtype, config.skip_layers)
+        self.max_model_len = resolve_max_model_len(config, view)
+        empty = KVCache(specs, formats, num_blocks=0, block_size=config.block_size)
+        if config.num_blocks is None and pool_tokens is not None:
+            num_blocks = math.ceil(pool_tokens / config.block_size) * len(empty.groups) + 1
+        else:
+            num_blocks = resolve_num_blocks(config, view, empty, max_model_len=self.max_model_len)
+        self.config = replace(config, num_blocks=num_blocks, max_model_len=self.max_model_len)
+        self.kv_cache = KVCache(specs, formats, num_blocks=num_blocks, block_size=config.block_size)
+        num_host_blocks = self.kv_cache.allocate_host(int(config.swap_space * GIB)) if config.swap_space else 0
+        self.runner = ModelRunner(view, self.kv_cache, self.config, max_model_len=self.max_model_len)
+        self.device = self.runner.device
+        self.vocab_size = self.runner.vocab_size
+        self.sampler = Sampler(self.config.max_num_seqs, self.vocab_size, self.device)
+        eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.scheduler = Scheduler(
+            self.config,
+            [KVGroup(window=group.window, num_layers=len(group.layers)) for group in self.kv_cache.groups],
+            num_blocks,
+            num_cpu_blocks=num_host_blocks,
+            eos_token_ids=eos_token_ids,
+        )
+        self.outputs = OutputProcessor(tokenizer)
+        asynchronous = config.async_scheduling is True or (
+            config.async_scheduling == "auto" and self.device.type == "cuda"
+        )
+        self._depth = 1 if asynchronous else 0
+        self._launched: deque[LaunchedStep] = deque()
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        stream: bool = False,
+    ) -> None:
+        """Accept a request; from here on it ends in exactly one finished `RequestOutput`.
+
+        Args:
+            prompt_token_ids: at least one id, each in 0..vocab_size - 1.
+            prompt: the text of the prompt, handed back in outputs.
+            stream: also report every step that brings new tokens.
+
+        Raises:
+            ValueError: the request can never run; it was not accepted.
+        """
+        ids = self._checked_ids(prompt_token_ids)
+        if params.stop and self.outputs.tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer, and this engine has none; use stop_token_ids")
+        self.outputs.check_new(request_id)
+        leader = Request(request_id if params.n == 1 else f"{request_id}-0", ids, params)
+        self.scheduler.add(leader)
+        requests = [leader]
+        for i in range(1, params.n):
+            child = Request(f"{request_id}-{i}", ids, params, parent=leader)
+            self.scheduler.add(child)
+            requests.append(child)
+        self.outputs.add(request_id, requests, prompt=prompt, stream=stream)
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request now; its output is the terminal one. An unknown or finished id is ignored."""
+        requests = self.outputs.requests_of(request_id)
+        for request in requests:
+            self.scheduler.abort(request.request_id)
+        return self.outputs.collect(requests)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._launched) or self.scheduler.has_work
+
+    def step(self) -> list[RequestOutput]:
+        """Launch one step and finish an earlier one; outputs of the requests that it changed."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._launched.append(self._launch(plan))
+        if plan is not None and len(self._launched) <= self._depth:
+            return []
+        return self._finish(self._launched.popleft()) if self._launched else []
+
+    def _launch(self, plan: SchedulerOutput) -> LaunchedStep:
+        for request in plan.admitted:
+            self.sampler.admit(request, self._seed_of(request))
+        step = self.runner.forward(plan)
+        sampled = [item.request for item in plan.scheduled if item.samples]
+        output = self.sampler(step.sampled_logits, step.rows, step.positions, sampled)
+        self.runner.last_token[step.rows] = output.token_ids
+        return LaunchedStep(
+            plan=plan,
+            token_ids=_to_host(output.token_ids),
+            logprobs=output.logprobs.map(_to_host) if output.logprobs is not None else None,
+            prompt_logprobs=self._prompt_logprobs(plan, step),
+            done=_record(self.device),
+        )
+
+    def _finish(self, launched: LaunchedStep) -> list[RequestOutput]:
+        tokens = iter(launched.wait())
+        plan = launched.plan
+        token_ids = [next(tokens) if item.samples else None for item in plan.scheduled]
+        self._take_prompt_logprobs(launched)
+        touched = self.scheduler.update(plan, token_ids)
+        for row, item in enumerate(item for item in plan.scheduled if item.samples):
+            if item.request in touched:
+                logprobs = launched.logprobs.row(row) if launched.logprobs is not None else None
+                self._append(item.request, logprobs)
+        return self.outputs.collect(touched)
+
+    def _checked_ids(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        ids = [int(i) for i in prompt_token_ids]
+        if not ids:
+            raise ValueError("the prompt is empty; at least one token is needed")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"prompt token id {bad} is not in the vocabulary, 0..{self.vocab_size - 1}")
+        return ids
+
+    def _seed_of(self, request: Request) -> int:
+        """The request's own seed, or one drawn from the engine's by order of arrival; n > 1 sequences differ."""
+        seed = request.params.seed
+        if seed is None:
+            return (self.config.seed << 32) + request.arrival
+        return seed + request.index
+
+
+def resolve_max_model_len(config: EngineConfig, view: PreTrainedModel) -> int:
+    """The longest sequence: what the config says, or what the model was made for.
+
+    Raises:
+        ValueError: neither says.
+    """
+    limit = getattr(view.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    length = config.max_model_len or limit
+    if length is None:
+        raise ValueError(f"{type(view).__name__} states no max_position_embeddings; give max_model_len")
+    if limit is not None and length > limit:
+        logger.warning("max_model_len=%d is more than the %d positions this model was made for", length, limit)
+    return int(length)
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Ids that end a sequence: the generation config's, else the model config's, and the tokenizer's own."""
+    ids: set[int] = set()
+    generation_config = getattr(model, "generation_config", None)
+    for source in (generation_config, model.config.get_text_config(decoder=True)):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None and not ids:
+            ids.update(found if isinstance(found, list | tuple) else [found])
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host that is complete once an event recorded after this call has passed."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _record(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -1,0 +1,306 @@
+"""`generate()` through the engine: greedy and sampled decoding of a padded batch, with the results of dense `generate`.
+
+Two ways, one store. *Free running*: greedy without processors or criteria of the user's is what the engine does best;
+rows are requests, each at its own pace, asynchronously. *Lockstep*: with a logits processor, a stopping criterion or
+sampling, all rows take their next token together, so that processors see the padded `[rows, columns]` matrix, criteria
+see every row, and one multinomial over all rows draws what dense generate draws under the same torch seed.
+
+The engine of a model is kept while the model lives, sized by the largest call so far: a second call captures and
+compiles nothing. It is rebuilt when the model changed, and cached prefixes never outlive a call: weights may have been
+written in place since.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+
+from hf_paged.config import EngineConfig
+from hf_paged.engine import Engine
+from hf_paged.model_view import ModelFingerprint
+from hf_paged.request import FinishReason, Request
+from hf_paged.sampling_params import SamplingParams
+
+_LENGTH_STEP = 1024  # engines are sized to multiples of this many tokens, so that similar calls share one
+_LOCKSTEP_EOS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
+
+
+def generate_with_engine(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: Any = None,
+    attention_mask: Tensor | None = None,
+    cache_config: EngineConfig,
+) -> Tensor:
+    """What dense greedy or sampled `generate` returns for `input_ids` [rows, columns], left-padded.
+
+    Arguments are those that Transformers prepares for a custom generation function; rows are expanded already.
+
+    Returns:
+        [rows, longest] int64 on the device of `input_ids`, padded like dense generate.
+
+    Raises:
+        ValueError: the mask is not plain left padding, a row is empty or has an id out of range, or the pool that
+            `cache_config.num_blocks` gives is too small.
+    """
+    prompts = _prompts(input_ids, attention_mask)
+    limit = int(generation_config.max_length)
+    with _ENGINES.lease(model, cache_config, num_rows=len(prompts), max_length=limit) as engine:
+        if _is_plain(logits_processor, stopping_criteria, generation_config):
+            eos = _token_set(generation_config._eos_token_tensor)
+            rows = _run_free(engine, prompts, limit - input_ids.shape[1], eos, streamer)
+            return _padded(input_ids, rows, generation_config)
+        lockstep = _Lockstep(engine, input_ids, prompts, limit)
+        return lockstep.run(logits_processor, stopping_criteria, generation_config, streamer)
+
+
+def _is_plain(processors: LogitsProcessorList, criteria: StoppingCriteriaList, config: GenerationConfig) -> bool:
+    """Whether nothing but the greedy token, eos and the length decide."""
+    known = all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in criteria)
+    return not config.do_sample and not processors and known
+
+
+def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """The rows without their padding.
+
+    Raises:
+        ValueError: a mask that is not zeros, then ones.
+    """
+    rows: list[list[int]] = input_ids.tolist()
+    if attention_mask is None:
+        return rows
+    mask = attention_mask.bool()
+    holes = (mask[:, :-1] & ~mask[:, 1:]).any(-1)
+    if mask.shape != input_ids.shape or holes.any():
+        bad = holes.nonzero().flatten().tolist()
+        raise ValueError(
+            f"attention_mask of shape {tuple(mask.shape)} is not left padding (rows {bad}); pages hold no padding: "
+            'tokenize with padding_side="left"'
+        )
+    kept = mask.sum(-1).tolist()
+    return [row[len(row) - n :] for row, n in zip(rows, kept, strict=True)]
+
+
+def _run_free(
+    engine: Engine, prompts: list[list[int]], max_tokens: int, eos: frozenset[int], streamer: Any
+) -> list[list[int]]:
+    """Greedy tokens of every row, eos included."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, stop_token_ids=tuple(eos), ignore_eos=True, detokenize=False
+    )
+    names = [f"generate-{i}" for i in range(len(prompts))]
+    tokens: dict[str, list[int]] = {}
+    try:
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, prompt, params, stream=streamer is not None)
+        streamed = 0
+        while engine.has_work:
+            for output in engine.step():
+                completion = output.outputs[0]
+                if completion.finish_reason == FinishReason.ERROR.value:
+                    raise RuntimeError(f"generation failed: {output.error}")
+                if streamer is not None:
+                    streamer.put(torch.tensor(completion.token_ids[streamed:]))
+                    streamed = len(completion.token_ids)
+                if output.finished:
+                    tokens[output.request_id] = list(completion.token_ids)
+    finally:
+        for name in names:
+            engine.abort(name)
+    if streamer is not None:
+        streamer.end()
+    return [tokens[name] for name in names]
+
+
+def _padded(input_ids: Tensor, rows: list[list[int]], config: GenerationConfig) -> Tensor:
+    longest = max(map(len, rows))
+    pad = int(config._pad_token_tensor) if config._pad_token_tensor is not None else 0
+    tail = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], dtype=input_ids.dtype)
+    return torch.cat([input_ids, tail.to(input_ids.device)], dim=-1)
+
+
+def _token_set(tensor: Tensor | None) -> frozenset[int]:
+    return frozenset() if tensor is None else frozenset(tensor.flatten().tolist())
+
+
+class _Lockstep:
+    """All rows take their next token together."""
+
+    def __init__(self, engine: Engine, input_ids: Tensor, prompts: list[list[int]], limit: int) -> None:
+        self._engine = engine
+        self._input_ids = input_ids
+        columns = limit - input_ids.shape[1]
+        params = replace(_LOCKSTEP_EOS, max_tokens=columns)
+        self._requests = [Request(f"lockstep-{i}", prompt, params) for i, prompt in enumerate(prompts)]
+        self._row_of = {request.request_id: i for i, request in enumerate(self._requests)}
+        self._logits: Tensor | None = None  # [rows, vocab], of the column to come
+
+    def run(
+        self,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: Any,
+    ) -> Tensor:
+        scheduler = self._engine.scheduler
+        input_ids = self._input_ids
+        alive = torch.ones(len(self._requests), dtype=torch.long, device=input_ids.device)
+        pad = config._pad_token_tensor
+        try:
+            for request in self._requests:
+                scheduler.add(request)
+            while True:
+                logits = self._next_logits().to(copy=True, dtype=torch.float32, device=input_ids.device)
+                scores = processors(input_ids, logits)
+                if config.do_sample:
+                    tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+                else:
+                    tokens = torch.argmax(scores, dim=-1)
+                if pad is not None and config._eos_token_tensor is not None:
+                    tokens = tokens * alive + pad * (1 - alive)
+                input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+                if streamer is not None:
+                    streamer.put(tokens.cpu())
+                alive = alive & ~criteria(input_ids, scores)
+                if not self._advance(tokens, alive):
+                    break
+        finally:
+            for request in self._requests:
+                scheduler.abort(request.request_id)
+        if streamer is not None:
+            streamer.end()
+        return input_ids
+
+    def _next_logits(self) -> Tensor:
+        """[rows, vocab] logits of every living row, however many steps it takes; rows that ended hold stale ones."""
+        scheduler, runner = self._engine.scheduler, self._engine.runner
+        while any(not r.is_finished and not r.is_held for r in self._requests):
+            plan = scheduler.schedule()
+            assert plan is not None, "the pool holds all rows of a lockstep call"
+            step = runner.forward(plan)
+            sampled = [self._row_of[item.request.request_id] for item in plan.scheduled if item.samples]
+            if self._logits is None:
+                self._logits = step.logits.new_zeros(len(self._requests), step.logits.shape[-1])
+            if sampled:
+                self._logits[torch.tensor(sampled, device=self._logits.device)] = step.sampled_logits
+            scheduler.update(plan, [None] * len(plan.scheduled))
+        assert self._logits is not None
+        return self._logits
+
+    def _advance(self, tokens: Tensor, alive: Tensor) -> bool:
+        """Give every row its token; rows that a criterion ended leave. Whether any row lives on."""
+        scheduler = self._engine.scheduler
+        chosen, living = torch.stack([tokens, alive]).tolist()
+        for request, token, lives in zip(self._requests, chosen, living, strict=True):
+            if request.is_finished:
+                continue
+            scheduler.append(request, token)
+            if not lives:
+                scheduler.finish(request, FinishReason.STOP)
+        return any(not request.is_finished for request in self._requests)
+
+
+class _EngineSlot:
+    """The engine of one model, one call at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.structure: int | None = None
+        self.wanted: EngineConfig | None = None
+        self.engine: Engine | None = None
+
+
+class _Lease:
+    def __init__(self, slot: _EngineSlot, prepare: Callable[[], Engine]) -> None:
+        self._slot = slot
+        self._prepare = prepare
+
+    def __enter__(self) -> Engine:
+        self._slot.lock.acquire()
+        try:
+            return self._prepare()
+        except BaseException:
+            self._slot.lock.release()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        self._slot.lock.release()
+
+
+class EngineRegistry:
+    """Engines of living models, held no longer than the models are."""
+
+    def __init__(self) -> None:
+        self._slots: weakref.WeakKeyDictionary[PreTrainedModel, _EngineSlot] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def lease(self, model: PreTrainedModel, config: EngineConfig, *, num_rows: int, max_length: int) -> _Lease:
+        """The model's engine, large enough for this call, for the duration of a `with` block."""
+        with self._lock:
+            slot = self._slots.setdefault(model, _EngineSlot())
+        return _Lease(slot, lambda: self._prepare(slot, model, config, num_rows, max_length))
+
+    def drop(self, model: PreTrainedModel) -> None:
+        """Free the model's engine and its blocks."""
+        with self._lock:
+            self._slots.pop(model, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._slots.clear()
+
+    def _prepare(
+        self, slot: _EngineSlot, model: PreTrainedModel, config: EngineConfig, num_rows: int, max_length: int
+    ) -> Engine:
+        structure = ModelFingerprint(model).structure
+        engine = slot.engine
+        if engine is None or slot.structure != structure or slot.wanted != config:
+            engine = None
+        if engine is None or not _is_large_enough(engine, config, num_rows, max_length):
+            slot.engine = None  # its blocks are free before the new ones are taken
+            slot.engine = engine = _new_engine(model, config, engine, num_rows, max_length)
+            slot.structure, slot.wanted = structure, config
+        engine.scheduler.reset_prefix_cache()
+        return engine
+
+
+def _pool_tokens(config: EngineConfig, num_rows: int, max_length: int) -> int:
+    return num_rows * math.ceil(max_length / config.block_size) * config.block_size
+
+
+def _is_large_enough(engine: Engine, config: EngineConfig, num_rows: int, max_length: int) -> bool:
+    groups = len(engine.kv_cache.groups)
+    held = (engine.kv_cache.num_blocks - 1) // groups * config.block_size
+    return (
+        engine.config.max_num_seqs >= num_rows
+        and engine.max_model_len >= max_length
+        and (config.num_blocks is not None or held >= _pool_tokens(config, num_rows, max_length))
+    )
+
+
+def _new_engine(
+    model: PreTrainedModel, config: EngineConfig, previous: Engine | None, num_rows: int, max_length: int
+) -> Engine:
+    """An engine for the call's sizes, or the previous engine's where those were larger."""
+    length = math.ceil(max_length / _LENGTH_STEP) * _LENGTH_STEP
+    if previous is not None:
+        num_rows = max(num_rows, previous.config.max_num_seqs)
+        length = max(length, previous.max_model_len)
+    sized = replace(config, max_num_seqs=num_rows, max_model_len=length)
+    return Engine(model, sized, pool_tokens=_pool_tokens(config, num_rows, max_length))
+
+
+_ENGINES = EngineRegistry()

@@ -1,0 +1,213 @@
+"""`LLM`: offline generation over a list of prompts, or one streamed."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_paged.config import EngineConfig
+from hf_paged.engine import Engine
+from hf_paged.model_view import ModelFingerprint
+from hf_paged.outputs import CompletionOutput, RequestOutput
+from hf_paged.request import FinishReason
+from hf_paged.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+class LLM:
+    """A model behind a paged, quantized KV cache with continuous batching.
+
+    Args:
+        model: a folder or hub name, loaded with `AutoModelForCausalLM` (16-bit, AWQ, GPTQ, FP8, ...), or a loaded model.
+        tokenizer: a tokenizer, its folder or hub name; None = the model's own folder, or none for a loaded model.
+        dtype: of the weights when `model` is a name; "auto" = as stored.
+        device: where to load; None = the first CUDA device, else the CPU.
+        engine_options: fields of `EngineConfig`, e.g. `kv_cache_dtype="int8"`.
+
+    Raises:
+        ValueError: an unknown option or impossible value, or a model that cannot be paged; nothing was loaded before
+            the options were checked.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        **engine_options: Any,
+    ) -> None:
+        config = EngineConfig.parse(engine_options)
+        if isinstance(model, str | os.PathLike):
+            tokenizer = tokenizer if tokenizer is not None else model
+            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device)
+        elif device is not None:
+            raise ValueError(f"device={device!r} is for models loaded by name; this model is already on a device")
+        if isinstance(tokenizer, str | os.PathLike):
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self.model: PreTrainedModel = model.eval()
+        self.tokenizer = tokenizer
+        self._config = config
+        self._ids = itertools.count()
+        self._start_engine()
+
+    def _start_engine(self) -> None:
+        self._fingerprint = ModelFingerprint(self.model)
+        self.engine = Engine(self.model, self._config, tokenizer=self.tokenizer)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete all prompts, batched as memory allows.
+
+        Args:
+            prompts: texts, lists of token ids, or mappings with `prompt` or `prompt_token_ids`; one or many.
+            sampling_params: for all prompts, or one per prompt; None = `SamplingParams()`.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One output per prompt, in order. A prompt that can never run (empty, ids out of range, too long) gives an
+            output with `finish_reason == "error"` and the reason in `error`; the others are not affected.
+
+        Raises:
+            ValueError: a prompt of an unknown kind, or as many params as prompts were not given.
+        """
+        jobs = self._jobs(prompts, sampling_params)
+        self._refresh()
+        names = [self._next_id() for _ in jobs]
+        done: dict[str, RequestOutput] = {}
+        try:
+            for name, job in zip(names, jobs, strict=True):
+                if (failed := self._add(name, job, stream=False)) is not None:
+                    done[name] = failed
+            with tqdm(total=len(jobs), initial=len(done), disable=not use_tqdm, desc="prompts") as bar:
+                while self.engine.has_work:
+                    for output in self.engine.step():
+                        done[output.request_id] = output
+                        bar.update()
+        finally:
+            for name in names:  # an interrupt leaves nothing running
+                if name not in done:
+                    self.engine.abort(name)
+        return [done[name] for name in names]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt and yield its output so far whenever it grew; the last one is finished."""
+        (job,) = self._jobs([prompt], sampling_params)
+        self._refresh()
+        name = self._next_id()
+        if (failed := self._add(name, job, stream=True)) is not None:
+            yield failed
+            return
+        try:
+            while self.engine.has_work:
+                yield from self.engine.step()
+        finally:
+            self.engine.abort(name)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete one conversation or many, each a list of `{"role": ..., "content": ...}`.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
+        return self.generate(self.render_chat(messages), sampling_params, use_tqdm=use_tqdm)
+
+    def render_chat(self, messages: Sequence[Any]) -> list[Prompt]:
+        """The prompts that a chat template makes of one conversation or many."""
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            raise ValueError("this model's tokenizer has no chat template; use generate() with plain prompts")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return [
+            {"prompt": self.tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True), "chat": True}
+            for c in conversations
+        ]
+
+    def _jobs(self, prompts: Any, sampling_params: Any) -> list[_Job]:
+        if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one per prompt")
+        return [_Job(**self._tokens_of(p), params=s) for p, s in zip(prompts, params, strict=True)]
+
+    def _tokens_of(self, prompt: Any) -> dict[str, Any]:
+        """`prompt` and `prompt_token_ids` of one prompt in any of its forms."""
+        if isinstance(prompt, Mapping):
+            if unknown := set(prompt) - {"prompt", "prompt_token_ids", "chat"}:
+                raise ValueError(f"unknown prompt key {sorted(unknown)}; allowed: prompt, prompt_token_ids")
+            if "prompt_token_ids" in prompt:
+                return {"prompt": prompt.get("prompt"), "prompt_token_ids": list(prompt["prompt_token_ids"])}
+            return self._encoded(prompt["prompt"], special=not prompt.get("chat", False))
+        if isinstance(prompt, str):
+            return self._encoded(prompt, special=True)
+        if isinstance(prompt, torch.Tensor):
+            prompt = prompt.tolist()
+        if isinstance(prompt, Sequence) and all(isinstance(i, int) for i in prompt):
+            return {"prompt": None, "prompt_token_ids": list(prompt)}
+        raise ValueError(f"a prompt is a text, a list of token ids or a mapping, not {type(prompt).__name__}")
+
+    def _encoded(self, text: str, *, special: bool) -> dict[str, Any]:
+        if self.tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer, and this LLM has none; give token ids")
+        return {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=special).input_ids}
+
+    def _add(self, name: str, job: _Job, *, stream: bool) -> RequestOutput | None:
+        """Give a job to the engine; a job that can never run gives its error output."""
+        try:
+            self.engine.add_request(name, job.prompt_token_ids, job.params, prompt=job.prompt, stream=stream)
+        except ValueError as error:
+            return RequestOutput(
+                request_id=name,
+                prompt=job.prompt,
+                prompt_token_ids=job.prompt_token_ids,
+                outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason=FinishReason.ERROR.value)],
+                finished=True,
+                error=str(error),
+            )
+        return None
+
+    def _refresh(self) -> None:
+        """Follow a model that was changed since the engine was made: cached keys of old weights must not be found."""
+        now = ModelFingerprint(self.model)
+        if now.structure != self._fingerprint.structure:
+            logger.info("the model changed; its engine is rebuilt")
+            self._start_engine()
+        elif now.versions != self._fingerprint.versions:
+            self.engine.scheduler.reset_prefix_cache()
+            self._fingerprint = now
+
+    def _next_id(self) -> str:
+        return f"llm-{next(self._ids)}"

@@ -1,0 +1,93 @@
+"""How many blocks fit: a real forward at the largest step shows what activations need, the rest is for keys and values."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import psutil
+import torch
+from transformers import PreTrainedModel
+
+from hf_paged.config import EngineConfig
+from hf_paged.kv_cache import KVCache
+from hf_paged.model_runner import ModelRunner
+from hf_paged.request import Request, ScheduledRequest, SchedulerOutput
+from hf_paged.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+CPU_SHARE = 0.25  # of the free CPU memory: other programs live there too
+_SAMPLER_COPIES = 4  # fp32 copies of all logits that sampling may hold at once
+
+
+def resolve_num_blocks(config: EngineConfig, view: PreTrainedModel, empty: KVCache, *, max_model_len: int) -> int:
+    """Blocks to allocate, the null block included: `config.num_blocks`, or what the free memory holds.
+
+    On a GPU that is `gpu_memory_utilization` of the card, less what is in use and the peak of a profiling forward. On a
+    CPU a quarter of the free memory. Never more than all rows at their longest can use.
+
+    Args:
+        empty: a `KVCache` without blocks, to ask for sizes.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    device = view.get_input_embeddings().weight.device
+    if device.type == "cuda":
+        free = _free_after_profile(config, view, empty, max_model_len)
+    else:
+        free = int(psutil.virtual_memory().available * CPU_SHARE)
+    useful = config.max_num_seqs * math.ceil(max_model_len / config.block_size) * len(empty.groups) + 1
+    num_blocks = min(free // empty.block_bytes, useful)
+    if num_blocks < 2:
+        raise ValueError(
+            f"{free / GIB:.2f} GiB are left for the KV cache, less than two blocks of {empty.block_bytes} bytes; "
+            "raise gpu_memory_utilization or lower max_num_batched_tokens"
+        )
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %.2f GiB, %s",
+        num_blocks,
+        config.block_size,
+        num_blocks * empty.block_bytes / GIB,
+        config.kv_cache_dtype,
+    )
+    return num_blocks
+
+
+def _free_after_profile(config: EngineConfig, view: PreTrainedModel, empty: KVCache, max_model_len: int) -> int:
+    """Bytes left on the GPU beside everything in use and the activations of the largest step."""
+    device = view.get_input_embeddings().weight.device
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    vocab_size = _run_largest_step(config, view, empty, max_model_len)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    in_use = total - free
+    sampling = _SAMPLER_COPIES * config.max_num_seqs * vocab_size * 4
+    return int(total * config.gpu_memory_utilization) - in_use - peak - sampling
+
+
+def _run_largest_step(config: EngineConfig, view: PreTrainedModel, empty: KVCache, max_model_len: int) -> int:
+    """A prefill of `max_num_batched_tokens` tokens in as few sequences as allowed; returns the vocabulary size."""
+    length = min(config.max_num_batched_tokens, max_model_len)
+    num_seqs = min(max(config.max_num_batched_tokens // length, 1), config.max_num_seqs)
+    blocks_each = math.ceil(length / config.block_size)
+    cache = KVCache(empty.specs, empty.formats, num_blocks=1 + num_seqs * blocks_each, block_size=config.block_size)
+    runner = ModelRunner(view, cache, config, max_model_len=max_model_len)
+    scheduled = []
+    for i in range(num_seqs):
+        request = Request(f"profile-{i}", [0] * length, SamplingParams())
+        request.row = i
+        blocks = list(range(1 + i * blocks_each, 1 + (i + 1) * blocks_each))
+        request.block_tables = [blocks for _ in cache.groups]
+        scheduled.append(ScheduledRequest(request, length, 0, True))
+    runner.forward(SchedulerOutput(scheduled=scheduled, admitted=[item.request for item in scheduled]))
+    torch.cuda.synchronize()
+    return runner.vocab_size

@@ -1,0 +1,232 @@
+"""Turn a `SchedulerOutput` into the flat tensors of one forward, with one host-to-device copy.
+
+Host state (token ids, block tables) is kept per row in numpy and only grows by what a step adds. Everything a step needs
+is packed into one byte buffer, staged in pinned memory on CUDA, and viewed as typed tensors on the device. A captured
+graph reads from the same packing at a fixed address.
+
+Tokens that an earlier step sampled and the host has not seen yet are sent as -1: the device fills them in from
+`last_token` (see `ModelRunner`), so a step never waits for the one before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_paged.config import EngineConfig
+from hf_paged.kernels.layout import AttentionMetadata
+from hf_paged.request import Request, ScheduledRequest
+
+_ALIGN = 16  # bytes; every part starts where any dtype may be viewed
+_STAGING_BUFFERS = 3  # a step's staging is reused three steps later, when its copy is long done
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """Sizes that decide where each part of a step lies in its buffer."""
+
+    num_tokens: int
+    num_seqs: int
+    num_logits: int
+    num_groups: int
+    table_width: int  # columns of each block table
+
+
+class StepPacking:
+    """Offsets of a step's parts in one byte buffer, for numpy on the host and torch on the device."""
+
+    def __init__(self, shape: StepShape) -> None:
+        self.shape = shape
+        t, s, g = shape.num_tokens, shape.num_seqs, shape.num_groups
+        sizes: dict[str, tuple[tuple[int, ...], str]] = {
+            "input_ids": ((t,), "int64"),
+            "positions": ((t,), "int64"),
+            "token_rows": ((t,), "int64"),  # row of each token's sequence
+            "slot_mapping": ((g, t), "int64"),
+            "logits_index": ((shape.num_logits,), "int64"),  # tokens whose logits are wanted
+            "cu_seqlens_q": ((s + 1,), "int32"),
+            "seq_lens": ((s,), "int32"),
+            "block_tables": ((g, s, shape.table_width), "int32"),
+        }
+        self._parts: dict[str, tuple[int, tuple[int, ...], str]] = {}
+        offset = 0
+        for name, (dims, dtype) in sizes.items():
+            self._parts[name] = (offset, dims, dtype)
+            offset += math.ceil(math.prod(dims) * np.dtype(dtype).itemsize / _ALIGN) * _ALIGN
+        self.num_bytes = offset
+
+    def on_host(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        return {
+            name: buffer[offset : offset + math.prod(dims) * np.dtype(dtype).itemsize].view(dtype).reshape(dims)
+            for name, (offset, dims, dtype) in self._parts.items()
+        }
+
+    def on_device(self, buffer: Tensor) -> dict[str, Tensor]:
+        return {
+            name: buffer[offset : offset + math.prod(dims) * np.dtype(dtype).itemsize]
+            .view(getattr(torch, dtype))
+            .view(dims)
+            for name, (offset, dims, dtype) in self._parts.items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInputs:
+    """One forward: packed tokens of all scheduled sequences, on the device."""
+
+    input_ids: Tensor  # [num_tokens] int64, -1 = take the row's last sampled token
+    positions: Tensor  # [num_tokens] int64
+    token_rows: Tensor  # [num_tokens] int64
+    logits_index: Tensor  # [num_logits] int64
+    metadata: tuple[AttentionMetadata, ...]  # one per KV group
+
+    @classmethod
+    def from_parts(
+        cls, parts: dict[str, Tensor], *, num_decodes: int, max_seqlen_q: int, max_seq_len: int
+    ) -> ModelInputs:
+        metadata = tuple(
+            AttentionMetadata(
+                cu_seqlens_q=parts["cu_seqlens_q"],
+                seq_lens=parts["seq_lens"],
+                block_tables=parts["block_tables"][g],
+                slot_mapping=parts["slot_mapping"][g],
+                num_decodes=num_decodes,
+                max_seqlen_q=max_seqlen_q,
+                max_seq_len=max_seq_len,
+            )
+            for g in range(parts["block_tables"].shape[0])
+        )
+        return cls(
+            input_ids=parts["input_ids"],
+            positions=parts["positions"],
+            token_rows=parts["token_rows"],
+            logits_index=parts["logits_index"],
+            metadata=metadata,
+        )
+
+
+class InputBuilder:
+    """Builds `ModelInputs`; owns the host's per-row tables and the staging memory."""
+
+    def __init__(self, config: EngineConfig, *, num_groups: int, max_model_len: int, device: torch.device) -> None:
+        self._block_size = config.block_size
+        self._device = device
+        self.table_capacity = math.ceil(max_model_len / config.block_size)
+        self.num_groups = num_groups
+        self._tables = np.zeros((num_groups, config.max_num_seqs, self.table_capacity), dtype=np.int32)
+        self._filled = np.zeros((num_groups, config.max_num_seqs), dtype=np.int64)
+        self._staging: list[Tensor] = [torch.empty(0, dtype=torch.uint8) for _ in range(_STAGING_BUFFERS)]
+        self._turn = 0
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Forget the tables of the rows that these requests just got."""
+        for request in requests:
+            self._filled[:, request.row] = 0
+
+    def shape_of(self, scheduled: Sequence[ScheduledRequest], num_logits: int) -> StepShape:
+        longest = max(item.start + item.num_scheduled_tokens for item in scheduled)
+        return StepShape(
+            num_tokens=sum(item.num_scheduled_tokens for item in scheduled),
+            num_seqs=len(scheduled),
+            num_logits=num_logits,
+            num_groups=self.num_groups,
+            table_width=math.ceil(longest / self._block_size),
+        )
+
+    def build(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        logits_index: np.ndarray,
+        *,
+        packing: StepPacking | None = None,
+        buffer: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Fill a step's parts and copy them to the device.
+
+        Args:
+            scheduled: sequences of the step, single-token ones first.
+            logits_index: [num_logits] tokens whose logits are wanted.
+            packing, buffer: where a captured graph reads its inputs; its shape may be larger than the step, the rest
+                is padded with sequences of length 0. Default: a packing of exactly this step in fresh memory.
+        """
+        packing = packing or StepPacking(self.shape_of(scheduled, len(logits_index)))
+        staging = self._stage(packing.num_bytes)
+        host = packing.on_host(staging.numpy())
+        self._fill(host, scheduled, logits_index)
+        if buffer is None:
+            buffer = staging.to(self._device, non_blocking=True) if self._device.type != "cpu" else staging.clone()
+        else:
+            buffer.copy_(staging, non_blocking=True)
+        return packing.on_device(buffer)
+
+    def _fill(
+        self, host: dict[str, np.ndarray], scheduled: Sequence[ScheduledRequest], logits_index: np.ndarray
+    ) -> None:
+        n = len(scheduled)
+        rows = np.fromiter((item.request.row for item in scheduled), np.int64, n)
+        starts = np.fromiter((item.start for item in scheduled), np.int64, n)
+        counts = np.fromiter((item.num_scheduled_tokens for item in scheduled), np.int64, n)
+        cu = host["cu_seqlens_q"]
+        cu[0] = 0
+        np.cumsum(counts, out=cu[1 : n + 1])
+        total = int(cu[n])
+        cu[n + 1 :] = total
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(total) + np.repeat(starts - cu[:n], counts)
+        self._update_tables(scheduled)
+        columns = positions // self._block_size
+        offsets = positions - columns * self._block_size
+        for g in range(self.num_groups):
+            slots = self._tables[g, token_rows, columns] * np.int64(self._block_size) + offsets
+            _put(host["slot_mapping"][g], slots, pad=-1)
+            width = host["block_tables"].shape[2]
+            host["block_tables"][g, :n] = self._tables[g, rows, :width]
+        _put(host["positions"], positions, pad=0)
+        _put(host["token_rows"], token_rows, pad=0)
+        _put(host["seq_lens"], starts + counts, pad=0)
+        _put(host["logits_index"], logits_index, pad=0)
+        _put(host["input_ids"], _token_ids(scheduled, total), pad=0)
+
+    def _update_tables(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Append to the host's tables the blocks that each request got since it last ran."""
+        for item in scheduled:
+            row = item.request.row
+            for g, table in enumerate(item.request.block_tables):
+                filled = self._filled[g, row]
+                if len(table) != filled:
+                    self._tables[g, row, filled : len(table)] = table[filled:]
+                    self._filled[g, row] = len(table)
+
+    def _stage(self, num_bytes: int) -> Tensor:
+        self._turn = (self._turn + 1) % _STAGING_BUFFERS
+        staging = self._staging[self._turn]
+        if staging.numel() < num_bytes:
+            size = 1 << (num_bytes - 1).bit_length()
+            staging = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._staging[self._turn] = staging
+        return staging[:num_bytes]
+
+
+def _put(target: np.ndarray, values: np.ndarray, *, pad: int) -> None:
+    target[: len(values)] = values
+    target[len(values) :] = pad
+
+
+def _token_ids(scheduled: Sequence[ScheduledRequest], total: int) -> np.ndarray:
+    """[total] token ids of the step; -1 where only the device knows the token."""
+    ids = np.full(total, -1, dtype=np.int64)
+    at = 0
+    for request, count, start, _ in scheduled:
+        if count == 1:
+            if start < len(request.token_ids):
+                ids[at] = request.token_ids[start]
+        else:
+            known = request.token_ids[start : start + count]
+            ids[at : at + len(known)] = known
+        at += count
+    return ids

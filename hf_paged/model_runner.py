@@ -1,0 +1,176 @@
+"""Run the model over the tokens of one scheduled step: store their keys and values, return the wanted logits.
+
+The model is an ordinary Transformers model seen through `model_view.py`. All tokens of a step form one packed row
+`[1, num_tokens]`; attention finds its pages through the `StepContext` passed down as a keyword. Nothing here waits for the
+device: a token sampled by an earlier step is read from `last_token` where it was sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall, no_mask
+from hf_paged.config import EngineConfig
+from hf_paged.cuda_graph import DecodeGraphs
+from hf_paged.kernels.layout import AttentionMetadata
+from hf_paged.kernels.paged_attention import paged_attention
+from hf_paged.kernels.reshape_and_cache import write_kv
+from hf_paged.kv_cache import KVCache
+from hf_paged.model_inputs import InputBuilder, ModelInputs
+from hf_paged.request import ScheduledRequest, SchedulerOutput
+
+
+class StepContext:
+    """The attention context of an engine step: write this step's tokens to their slots, attend over block tables."""
+
+    def __init__(self, kv_cache: KVCache, metadata: tuple[AttentionMetadata, ...]) -> None:
+        self._kv_cache = kv_cache
+        self._metadata = metadata
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        group = self._kv_cache.group_of[call.layer_idx]
+        layer, meta = self._kv_cache.layers[call.layer_idx], self._metadata[group]
+        query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+        write_kv(layer, key, value, meta.slot_mapping)
+        out = paged_attention(
+            query, layer, meta, scale=call.scale, window=call.window, softcap=call.softcap, sinks=call.sinks
+        )
+        return out.unsqueeze(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLogits:
+    """What a forward gives back, all on the device.
+
+    `logits` has a row for every token in `logits_index`; `sampled` are the rows of the requests that get a token now, in
+    the order of the plan (None = all rows, in order).
+    """
+
+    logits: Tensor  # [num_logits, vocab]
+    sampled: Tensor | None  # [num_sampled] int64
+    rows: Tensor  # [num_sampled] int64, per-sequence row
+    positions: Tensor  # [num_sampled] int64, index of the token to sample in its sequence
+
+    @property
+    def sampled_logits(self) -> Tensor:
+        return self.logits if self.sampled is None else self.logits[self.sampled]
+
+
+class ModelRunner:
+    """Owns the forward, its inputs and its captured graphs.
+
+    Args:
+        view: the model seen through `build_view`.
+        kv_cache: where keys and values go.
+        config: resolved engine configuration.
+        max_model_len: longest sequence in tokens.
+    """
+
+    def __init__(self, view: PreTrainedModel, kv_cache: KVCache, config: EngineConfig, *, max_model_len: int) -> None:
+        self.view = view
+        self.kv_cache = kv_cache
+        self.device = view.get_input_embeddings().weight.device
+        self.vocab_size = view.config.get_text_config(decoder=True).vocab_size
+        self.builder = InputBuilder(
+            config, num_groups=len(kv_cache.groups), max_model_len=max_model_len, device=self.device
+        )
+        self.last_token = torch.zeros(config.max_num_seqs, dtype=torch.long, device=self.device)
+        self._no_mask = no_mask(self.device)
+        wanted = config.cuda_graphs is True or (config.cuda_graphs == "auto" and self.device.type == "cuda")
+        self.graphs: DecodeGraphs | None = None
+        if wanted:
+            self.graphs = DecodeGraphs(self._run, self.builder, config, max_model_len=max_model_len, device=self.device)
+
+    @torch.inference_mode()
+    def forward(self, plan: SchedulerOutput) -> StepLogits:
+        """Carry out a plan: move blocks, then run the model on the scheduled tokens."""
+        self.builder.admit(plan.admitted)
+        self.kv_cache.swap_out(plan.swap_out)
+        self.kv_cache.swap_in(plan.swap_in)
+        self.kv_cache.copy_blocks(plan.block_copies)
+        wanted = _WantedLogits.of(plan.scheduled)
+        if self.graphs is not None and wanted.is_decode and (entry := self.graphs.get(plan.scheduled)) is not None:
+            inputs, logits = entry.replay(plan.scheduled, wanted.index)
+        else:
+            parts = self.builder.build(plan.scheduled, wanted.index)
+            inputs = ModelInputs.from_parts(parts, **_bounds(plan.scheduled))
+            logits = self._run(inputs)
+        n = len(wanted.index)
+        index = inputs.logits_index[:n]
+        sampled = None
+        if wanted.sampled is not None:
+            sampled = torch.from_numpy(wanted.sampled).to(self.device, non_blocking=True)
+            index = index[sampled]
+        return StepLogits(
+            logits=logits[:n],
+            sampled=sampled,
+            rows=inputs.token_rows[index],
+            positions=inputs.positions[index] + 1,
+        )
+
+    def _run(self, inputs: ModelInputs) -> Tensor:
+        """One forward of the model: [num_logits, vocab] logits."""
+        known = inputs.input_ids >= 0
+        input_ids = torch.where(known, inputs.input_ids, self.last_token[inputs.token_rows])
+        context: dict[str, Any] = {CONTEXT_KEYWORD: StepContext(self.kv_cache, inputs.metadata)}
+        output = self.view(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=inputs.positions.unsqueeze(0),
+            attention_mask=self._no_mask,
+            use_cache=False,
+            logits_to_keep=inputs.logits_index,
+            **context,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WantedLogits:
+    """Which tokens of a step need logits."""
+
+    index: np.ndarray  # [num_logits] tokens of the step
+    sampled: np.ndarray | None  # [num_sampled] rows of `index` that are sampled; None = all, in order
+    is_decode: bool  # every sequence has one token and is sampled
+
+    @classmethod
+    def of(cls, scheduled: list[ScheduledRequest]) -> _WantedLogits:
+        counts = np.fromiter((item.num_scheduled_tokens for item in scheduled), np.int64, len(scheduled))
+        last = np.cumsum(counts) - 1
+        samples = np.fromiter((item.samples for item in scheduled), bool, len(scheduled))
+        prompts = [i for i, item in enumerate(scheduled) if wants_prompt_logprobs(item)]
+        if not prompts:
+            if samples.all():
+                return cls(index=last, sampled=None, is_decode=bool(last[-1] == len(scheduled) - 1))
+            # A model always computes at least one row of logits; take one that nobody reads.
+            index = last[samples] if samples.any() else last[:1]
+            sampled = None if samples.any() else np.empty(0, np.int64)
+            return cls(index=index, sampled=sampled, is_decode=False)
+        index: list[int] = []
+        sampled_at: list[int] = []
+        for i, item in enumerate(scheduled):
+            first = last[i] - counts[i] + 1 if i in prompts else last[i] if item.samples else last[i] + 1
+            index.extend(range(first, last[i] + 1))
+            if item.samples:
+                sampled_at.append(len(index) - 1)
+        return cls(index=np.array(index, np.int64), sampled=np.array(sampled_at, np.int64), is_decode=False)
+
+
+def wants_prompt_logprobs(item: ScheduledRequest) -> bool:
+    """Whether this chunk holds prompt tokens whose successors' log-probabilities were asked for."""
+    request = item.request
+    return request.params.prompt_logprobs is not None and item.start < request.num_prompt_tokens
+
+
+def _bounds(scheduled: list[ScheduledRequest]) -> dict[str, int]:
+    return {
+        "num_decodes": sum(item.num_scheduled_tokens == 1 for item in scheduled),
+        "max_seqlen_q": max(item.num_scheduled_tokens for item in scheduled),
+        "max_seq_len": max(item.start + item.num_scheduled_tokens for item in scheduled),
+    }
