@@ -105,7 +105,7 @@ def paged_attention(
     compute = torch.promote_types(query.dtype, torch.float32)
     q = (query.to(compute) * scale).unflatten(1, (kv_heads, -1))  # [T, kv_heads, group, head_dim]
     if sinks is not None:
-        sinks = sinks.to(compute).view(kv_heads, -1, 1)  # [kv_heads, group, 1]
+        sinks = sinks.to(compute).view(kv_heads, -1)
     out = query.new_empty(*query.shape[:2], layer.v.tensor.shape[3])
     num_decodes = meta.num_decodes
     if num_decodes:
@@ -134,7 +134,7 @@ def _decode(
     mask = positions < seq_lens[:, None]
     if window:
         mask &= positions >= seq_lens[:, None] - window
-    k, v = (_gather(pages, table, q.dtype) for pages in (layer.k, layer.v))
+    k, v = (gather_pages(pages, table, q.dtype) for pages in (layer.k, layer.v))
     if not mask.all():
         k, v = (x.masked_fill_(~mask[:, None, :, None], 0.0) for x in (k, v))  # unused slots may hold NaN
     out = _attend(q, k, v, mask[:, None, None, :], softcap, sinks)
@@ -159,7 +159,7 @@ def _prefill(
     first = max(history - window + 1, 0) // layer.block_size if window else 0
     start = first * layer.block_size  # position of the first gathered key
     table = table[first : -(-seq_len // layer.block_size)].long()
-    k, v = (_gather(pages, table[None], q.dtype)[0, :, None, : seq_len - start] for pages in (layer.k, layer.v))
+    k, v = (gather_pages(pages, table[None], q.dtype)[0, :, None, : seq_len - start] for pages in (layer.k, layer.v))
     group_sinks = None if sinks is None else sinks.unsqueeze(-1)
     q = q.permute(1, 2, 0, 3)  # [kv_heads, group, q_len, head_dim]
     fused = softcap is None and sinks is None and v.shape[-1] == head_dim  # torch's blockwise kernel: no score scratch
@@ -199,7 +199,7 @@ def _attend(
     return (probs @ v) / (probs.sum(-1) + (sinks - top).exp()).unsqueeze(-1)
 
 
-def _gather(pages: Pages, table: Tensor, dtype: torch.dtype) -> Tensor:
+def gather_pages(pages: Pages, table: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of the blocks in `table` `[B, blocks]` as `[B, kv_heads, keys, head_dim]` of `dtype`."""
     heads = torch.arange(pages.tensor.shape[1], device=table.device)[:, None]
     table = table[:, None, :]
