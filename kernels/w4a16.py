@@ -9,34 +9,63 @@ one to finish adds the partial sums in a fixed order, so a result does not depen
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from hf_paged.kernels.packed_weight import PackedWeight
+from hf_paged.kernels.w4a16_tiles import Tiles
 
 
 @triton.jit
-def _weights(words, zero, magic, j: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, dtype: tl.constexpr):
-    """Slice j of a tile, [BLOCK_N, 16] words -> [BLOCK_N, 32] centred weights."""
+def _weights(
+    words, zero, j: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr
+):
+    """Slice j of a tile: [BLOCK_N, 16] words -> [BLOCK_N, 32] centred weights."""
     if BITS == 8 and dtype == tl.bfloat16:  # bf16 holds 8 bits: centre in fp32, then the difference is exact
         low = (words >> (8 * j)) & 0xFF
         high = (words >> (8 * j + 16)) & 0xFF
         value = tl.join(low, high).reshape(BLOCK_N, 32) | 0x4B000000
         return (value.to(tl.float32, bitcast=True) - zero).to(tl.bfloat16)
-    pair = ((words >> (BITS * j)) & (((1 << BITS) - 1) * 0x00010001)) | magic
-    value = tl.join((pair & 0xFFFF).to(tl.int16), (pair >> 16).to(tl.int16)).reshape(BLOCK_N, 32)
-    return value.to(dtype, bitcast=True) - zero
+    else:
+        MASK: tl.constexpr = ((1 << BITS) - 1) * 0x00010001
+        MAGIC: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+        field = words >> (BITS * j)
+        if PTX:  # one and-or (the compiler makes two of it: only one immediate fits) and one packed zero * -1 + code
+            HALVES: tl.constexpr = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
+            MINUS_ONE: tl.constexpr = 0xBF80BF80 if dtype == tl.bfloat16 else 0xBC00BC00
+            pair = tl.inline_asm_elementwise(
+                "{ .reg .b32 t; lop3.b32 t, $1, $2, $3, 0xEA; fma.rn." + HALVES + " $0, $4, $5, t; }",
+                "=r,r,n,r,r,r", [field, MASK, MAGIC, zero, MINUS_ONE], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+            low, high = (pair & 0xFFFF).to(tl.int16), (pair >> 16).to(tl.int16)
+            return tl.join(low, high).reshape(BLOCK_N, 32).to(dtype, bitcast=True)
+        else:
+            pair = (field & MASK) | MAGIC
+            low, high = (pair & 0xFFFF).to(tl.int16), (pair >> 16).to(tl.int16)
+            value = tl.join(low, high).reshape(BLOCK_N, 32).to(dtype, bitcast=True)
+            return value - (zero & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit
 def _zero(zeros, offset, in_range, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """The zero point as `_weights` subtracts it: magic exponent included."""
+    """The zero point with the magic exponent of `_weights`, in both halves of a word (in fp32 for 8 bits in bf16).
+
+    [BLOCK_N, 1], or [1, 1] when it is constant.
+    """
     if BITS == 8 and dtype == tl.bfloat16:
         if HAS_ZEROS:
-            return (tl.load(zeros + offset, mask=in_range, other=0).to(tl.float32) + 8388608.0)[:, None]
-        return tl.full((1, 1), 8388608.0 + MIDDLE, tl.float32)
-    if HAS_ZEROS:
-        code = tl.load(zeros + offset, mask=in_range, other=0).to(tl.int16)
-        return (code | (0x4300 if dtype == tl.bfloat16 else 0x6400)).to(dtype, bitcast=True)[:, None]
-    return tl.full((1, 1), (128 if dtype == tl.bfloat16 else 1024) + MIDDLE, dtype)
+            zero = (tl.load(zeros + offset, mask=in_range, other=0).to(tl.float32) + 8388608.0)[:, None]
+        else:
+            zero = tl.full((1, 1), 8388608.0 + MIDDLE, tl.float32)
+    else:
+        MAGIC: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+        if HAS_ZEROS:
+            zero = ((tl.load(zeros + offset, mask=in_range, other=0).to(tl.int32) | MAGIC) * 0x00010001)[:, None]
+        else:
+            zero = tl.full((1, 1), (MAGIC | MIDDLE) * 0x00010001, tl.int32)
+    return zero
 
 
 @triton.jit
@@ -49,12 +78,12 @@ def w4a16_kernel(
     bias,  # [N], with HAS_BIAS
     expert_ids,  # [rows] int, with TOP_K: row r is token r // TOP_K through expert_ids[r]
     out,  # [M or rows, N], dtype of x
-    partial,  # [rows or 1, SPLIT_K, M, N] fp32, with SPLIT_K > 1
+    partial,  # [SPLIT_K, M, N] fp32, with SPLIT_K > 1
     locks,  # [tiles] int32, zero before and after, with SPLIT_K > 1
-    M, N, K, num_tiles, groups, magic,
+    M, N, K, num_tiles, groups,
     BITS: tl.constexpr, MIDDLE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_PERM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, SPLIT_K: tl.constexpr,
-    SCALE_WEIGHTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_N: tl.constexpr,
+    SCALE_WEIGHTS: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     TILE_K: tl.constexpr = 512 // BITS
     INNER: tl.constexpr = min(GROUP, TILE_K) if GROUP > 0 else TILE_K
@@ -64,22 +93,19 @@ def w4a16_kernel(
     m = tl.arange(0, BLOCK_M)
     if TOP_K > 0:
         expert = tl.load(expert_ids + pid_m).to(tl.int64)
-        if expert >= NUM_EXPERTS:
-            return
         x += (pid_m // TOP_K).to(tl.int64) * K
         packed += expert * tl.cdiv(N, 64) * num_tiles * 1024
         scales += expert * groups * N
         zeros += expert * groups * N
         out += pid_m.to(tl.int64) * N
-        partial += pid_m.to(tl.int64) * SPLIT_K * N
     else:
         m += pid_m * BLOCK_M
     in_n = n < N
     in_m = m[None, :] < M
     row = (n // 64).to(tl.int64) * num_tiles * 1024 + (n % 64) * 16
+    if not EVEN_N:  # rows beyond the last tile re-read row 0: always mapped, never stored
+        row = tl.where(n < tl.cdiv(N, 64) * 64, row, 0)
     words_at = packed + row[:, None] + tl.arange(0, 16)[None, :]
-    # padding rows of the last block re-read row 0 of the weight: always mapped, never stored
-    words_at = tl.where(n[:, None] < tl.cdiv(N, 64) * 64, words_at, packed + tl.arange(0, 16)[None, :])
     x_at = x + m[None, :].to(tl.int64) * K
     accumulator = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     tiles_per_split = tl.cdiv(num_tiles, SPLIT_K)
@@ -96,7 +122,7 @@ def w4a16_kernel(
             k = tile * TILE_K + j * 32 + tl.arange(0, 32)
             at = tl.load(perm + k, mask=k < K, other=0) if HAS_PERM else k
             xt = tl.load(x_at + at[:, None], mask=(k[:, None] < K) & in_m, other=0.0)
-            w = _weights(words, zero, magic, j, BITS, BLOCK_N, dtype)
+            w = _weights(words, zero, j, BITS, BLOCK_N, dtype, PTX)
             if SCALE_WEIGHTS:
                 accumulator = tl.dot(w * scale.to(dtype)[:, None], xt, accumulator)
             else:
@@ -107,16 +133,64 @@ def w4a16_kernel(
 
     at_out = m[None, :].to(tl.int64) * N + n[:, None]
     keep = in_m & in_n[:, None]
-    if SPLIT_K > 1:
+    if SPLIT_K == 1:
+        _store(out, at_out, accumulator, bias, n, keep, in_n, HAS_BIAS)
+    else:
         tl.store(partial + pid_k.to(tl.int64) * M * N + at_out, accumulator, mask=keep)
-        tl.debug_barrier()
+        tl.debug_barrier()  # every thread's partial sums are written before the ticket is drawn
         lock = locks + pid_m * tl.num_programs(0) + pid_n
-        if tl.atomic_add(lock, 1, sem="acq_rel") < SPLIT_K - 1:
-            return
-        accumulator = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        for split in range(SPLIT_K):
-            accumulator += tl.load(partial + split.to(tl.int64) * M * N + at_out, mask=keep, other=0.0, cache_modifier=".cg")
-        tl.store(lock, 0)
+        if tl.atomic_add(lock, 1, sem="acq_rel") == SPLIT_K - 1:
+            total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for split in range(SPLIT_K):
+                at_split = partial + at_out + tl.cast(split, tl.int64) * M * N
+                total += tl.load(at_split, mask=keep, other=0.0, cache_modifier=".cg")
+            _store(out, at_out, total, bias, n, keep, in_n, HAS_BIAS)
+            tl.store(lock, 0)
+
+
+@triton.jit
+def _store(out, at, value, bias, n, keep, in_n, HAS_BIAS: tl.constexpr):
     if HAS_BIAS:
-        accumulator += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + at_out, accumulator.to(dtype), mask=keep)
+        value += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=keep)
+
+
+def w4a16(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, tiles: Tiles) -> Tensor:
+    """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per block of the output."""
+    m, n = x.shape[0], weight.out_features
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(n, tiles.block_n), tiles.split_k, triton.cdiv(m, tiles.block_m))
+    partial = out
+    if tiles.split_k > 1:
+        assert grid[0] * grid[2] <= locks.numel(), (grid, locks.shape)
+        partial = torch.empty((tiles.split_k, m, n), dtype=torch.float32, device=x.device)
+    _launch(grid, x, weight, bias, x, out, partial, locks, m, 0, tiles)
+    return out
+
+
+def w4a16_experts(x: Tensor, weight: PackedWeight, expert_ids: Tensor, top_k: int, tiles: Tiles) -> Tensor:
+    """`[rows / top_k, K]` through one expert per row -> `[rows, N]`: row r is token r // top_k with expert `expert_ids[r]`."""
+    rows, n = expert_ids.numel(), weight.out_features
+    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(n, tiles.block_n), 1, rows)
+    _launch(grid, x, weight, None, expert_ids, out, out, expert_ids, 1, top_k, tiles)
+    return out
+
+
+def _launch(
+    grid: tuple[int, int, int], x: Tensor, weight: PackedWeight, bias: Tensor | None, expert_ids: Tensor, out: Tensor,
+    partial: Tensor, locks: Tensor, m: int, top_k: int, tiles: Tiles,
+) -> None:  # fmt: skip
+    n, k = weight.out_features, weight.in_features
+    step = 512 // weight.field_bits
+    whole = weight.group_size >= k
+    assert whole or weight.group_size % step == 0 or step % weight.group_size == 0, weight.group_size
+    w4a16_kernel[grid](
+        x, weight.packed, weight.scales, weight.scales if weight.zeros is None else weight.zeros,
+        x if weight.perm is None else weight.perm, x if bias is None else bias, expert_ids, out, partial, locks,
+        m, n, k, weight.packed.shape[-3], weight.scales.shape[-2],
+        BITS=weight.field_bits, MIDDLE=weight.middle, GROUP=0 if whole else weight.group_size,
+        HAS_ZEROS=weight.zeros is not None, HAS_PERM=weight.perm is not None, HAS_BIAS=bias is not None, TOP_K=top_k,
+        SPLIT_K=1 if top_k else tiles.split_k, EVEN_N=n % tiles.block_n == 0, SCALE_WEIGHTS=tiles.scale_weights,
+        PTX=x.is_cuda and torch.version.hip is None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
