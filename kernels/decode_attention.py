@@ -1,11 +1,11 @@
 """Triton split-KV decode attention over pages: one query per sequence, memory-bound by design.
 
-One program reads a contiguous run of tiles of one (sequence, KV head). A tile lies inside one page, so it needs one scalar
-block-table load and one 64-bit base; every other offset is static. All query heads of the KV head share the tile (they
-fill rows that the matrix unit would pad). Only the last tile, and the first of a window, are masked. The number of splits
-comes from Python bounds (batch, KV heads, longest sequence, multiprocessors), so a captured graph serves every length up
-to its capacity: programs without work leave at once. With one split the kernel writes the result itself, otherwise
-one reduction joins the partial results.
+One program reads a contiguous run of tiles of one (sequence, KV head). A tile lies inside one page, so it needs one
+scalar block-table load and one 64-bit base; every other offset is static. All query heads of the KV head share the tile
+(they fill rows that the matrix unit would pad). Only the last tile, and the first of a window, are masked. The number
+of splits comes from Python bounds (batch, KV heads, longest sequence, multiprocessors), so a captured graph serves any
+length up to its capacity; programs without work leave at once. With one split the kernel writes the result itself,
+otherwise one reduction joins the partial results.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def decode_attention(
     sinks: Tensor | None,
     config: DecodeConfig | None = None,
 ) -> None:
-    """Attention of the first `meta.num_decodes` rows of `query` `[T, heads, head_dim]`, written to the same rows of `out`.
+    """Attention of the first `meta.num_decodes` rows of `query` `[T, heads, head_dim]`, into the same rows of `out`.
 
     Allocates only through torch (graph-safe) and never synchronises. Rows with `seq_lens` 0 become zeros.
     """
@@ -336,7 +336,7 @@ def decode_attention(
 def choose_config(
     layer: LayerKV, num_seqs: int, kv_heads: int, group: int, max_seq_len: int, device: torch.device
 ) -> DecodeConfig:
-    """Tile and splits from bounds that a captured graph fixes: enough programs to fill the GPU, never below 4 tiles each."""
+    """Tile and splits from what a captured graph fixes: enough programs to fill the GPU, at least 4 tiles each."""
     k = layer.k.tensor
     tile = min(layer.block_size, 64 if k.shape[3] * k.element_size() <= 256 else 32)
     num_warps = 2 if tile <= 32 else 4

@@ -1,9 +1,9 @@
 """Device functions shared by the attention kernels: page tiles, code conversion and one online-softmax step.
 
-Scores live in base 2 (`scale` carries log2 e), probabilities are exp2 of them. 8-bit codes meet the matrix unit as fp16, which
-holds every int8 and e4m3 value exactly; their scales are folded into scores and probabilities, so a code costs one
-conversion and nothing else. fp16 has little range, therefore rows of q are normalised by a power of two and probabilities
-by the largest `v_scale` met so far (the running maximum of softmax carries it at no extra cost).
+Scores live in base 2 (`scale` carries log2 e), probabilities are exp2 of them. 8-bit codes meet the matrix unit as
+fp16, which holds every int8 and e4m3 value exactly; their scales are folded into scores and probabilities, so a code
+costs one conversion and nothing else. fp16 has little range, therefore rows of q are normalised by a power of two, probabilities
+by the largest `v_scale` met so far (the decay of the running maximum carries that at no extra cost).
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def dot_operand(codes, DOT: tl.constexpr, BYTE_PERMUTE: tl.constexpr):
-    """Codes or values as the dtype of the dot. int8 -> fp16 by byte permute: 0x64 over (code + 128) is the fp16 number
-    1152 + code, so four codes take one xor, two permutes and two packed subtractions instead of four slow conversions."""
-    if BYTE_PERMUTE and codes.dtype == tl.int8 and DOT == tl.float16:
+    """Codes or values as the dtype of the dot.
+
+    int8 -> fp16 by byte permute: 0x64 over (code + 128) is the fp16 number 1152 + code, so four codes take one xor, two
+    permutes and two packed subtractions instead of four slow conversions.
+    """
+    if BYTE_PERMUTE and codes.dtype == tl.int8 and tl.float16 == DOT:
         return tl.inline_asm_elementwise(
             """
             {

@@ -1,7 +1,7 @@
 """Triton kernel that quantizes and stores the K and V rows of a step in one launch.
 
-One program stores `ROWS` (token, KV head) rows of K or of V. Codes and scales equal `reference.quantize_rows` bit for bit:
-divisions are IEEE, int8 rounds half to even. fp8 needs compute capability 8.9 (e4m3 conversion in hardware).
+One program stores `ROWS` (token, KV head) rows of K or of V. Codes and scales equal `reference.quantize_rows` bit for
+bit: divisions are IEEE, int8 rounds half to even. fp8 needs compute capability 8.9 (e4m3 conversion in hardware).
 """
 
 from __future__ import annotations

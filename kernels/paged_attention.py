@@ -1,0 +1,38 @@
+"""Attention over pages for a mixed step, decodes first: Triton on a GPU, plain torch elsewhere."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hf_paged.kernels import reference
+from hf_paged.kernels.layout import AttentionMetadata, LayerKV
+
+
+def paged_attention(
+    query: Tensor,
+    layer: LayerKV,
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of `query` `[T, heads, head_dim]` over the pages of its sequences -> `[T, heads, v_head_dim]`.
+
+    `reference.paged_attention` defines the result. On a GPU nothing synchronises, and a step of decodes alone can be
+    captured in a CUDA graph: its launch depends on `meta`'s Python bounds only. Rows beyond `cu_seqlens_q[-1]` (padding
+    of a bucketed step) become zeros.
+    """
+    if not query.is_cuda:
+        return reference.paged_attention(query, layer, meta, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    from hf_paged.kernels.decode_attention import decode_attention  # Triton exists on Linux only
+    from hf_paged.kernels.prefill_attention import prefill_attention
+
+    only_decodes = meta.num_seqs == meta.num_decodes
+    out = (query.new_empty if only_decodes else query.new_zeros)((*query.shape[:2], layer.v.tensor.shape[3]))
+    if meta.num_decodes:
+        decode_attention(query, layer, meta, out, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    if not only_decodes:
+        prefill_attention(query, layer, meta, out, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    return out

@@ -1,0 +1,343 @@
+"""Triton varlen causal attention over pages for sequences with several queries: prompts and chunks with history.
+
+One program takes a tile of queries of one sequence and one KV head; the query heads of that KV head share the tile's
+rows, so every key tile is read once for all of them. Programs find their sequence by bisection in `cu_seqlens_q`, which
+needs no host knowledge of the lengths: the grid is a bound from Python. Later tiles have more keys and start first.
+Keys come from the pages, the chunk's own too, so a chunk sees exactly what a later step will see. Only tiles that the causal
+diagonal or the window's edge crosses are masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_paged.kernels.decode_attention import dot_dtype
+from hf_paged.kernels.layout import AttentionMetadata, LayerKV, Pages, PlainPages
+from hf_paged.kernels.tiles import LOG2_E, normalise_rows, softmax_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig:
+    """Launch choices of the prefill kernel; `eval/kernels_bench.py` sweeps them."""
+
+    rows: int  # queries times heads of one KV head per program
+    tile: int  # keys per step
+    num_warps: int
+    num_stages: int
+    byte_permute: bool = True  # int8 -> fp16 by inline assembly (CUDA only)
+
+
+@triton.jit
+def _find_sequence(cu_seqlens_ptr, first_seq, num_seqs, tile, QUERIES: tl.constexpr):
+    """The sequence that query tile `tile` belongs to: sequence i starts at tile cu[i] // QUERIES + i."""
+    base = tl.load(cu_seqlens_ptr + first_seq) // QUERIES
+    low = 0
+    high = num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        start = tl.load(cu_seqlens_ptr + first_seq + middle) // QUERIES - base + middle
+        if start <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    seq = low - 1
+    return seq, tile - (tl.load(cu_seqlens_ptr + first_seq + seq) // QUERIES - base + seq)
+
+
+@triton.jit
+def _key_tiles(
+    begin,
+    end,
+    acc,
+    total,
+    top,
+    v_unit,
+    q,
+    q_unit,
+    position,  # [ROWS] of the queries
+    first_key,  # first key that any of them sees; blocks before it may be freed
+    seq_len,
+    window,
+    softcap,
+    table_ptr,
+    k_ptr,
+    k_scale_ptr,
+    v_ptr,
+    v_scale_ptr,
+    k_stride,
+    k_scale_stride,
+    v_stride,
+    v_scale_stride,
+    kv_head,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    K_SCALED: tl.constexpr,
+    V_SCALED: tl.constexpr,
+    K_DOT: tl.constexpr,
+    V_DOT: tl.constexpr,
+    BYTE_PERMUTE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attend to the key tiles `[begin, end)`."""
+    n = tl.arange(0, TILE)
+    dk = tl.arange(0, K_BLOCK)
+    dv = tl.arange(0, V_BLOCK)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        key = tile * TILE + n
+        live = (key >= first_key) & (key < seq_len)
+        if MASKED:
+            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        else:
+            block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
+        row_in_block = kv_head * BLOCK_SIZE + key % BLOCK_SIZE
+        k_tile = k_ptr + (block * k_stride + row_in_block * K_DIM)[:, None] + dk[None, :]
+        v_tile = v_ptr + (block * v_stride + row_in_block * V_DIM)[:, None] + dv[None, :]
+        if MASKED:
+            k = tl.load(k_tile, mask=live[:, None] & (dk < K_DIM)[None, :], other=0.0)
+            v = tl.load(v_tile, mask=live[:, None] & (dv < V_DIM)[None, :], other=0.0)
+            keep = key[None, :] <= position[:, None]
+            if WINDOW:
+                keep &= key[None, :] > position[:, None] - window
+        else:
+            keep = None
+            if K_BLOCK == K_DIM:
+                k = tl.load(k_tile)
+            else:
+                k = tl.load(k_tile, mask=(dk < K_DIM)[None, :], other=0.0)
+            if V_BLOCK == V_DIM:
+                v = tl.load(v_tile)
+            else:
+                v = tl.load(v_tile, mask=(dv < V_DIM)[None, :], other=0.0)
+        k_scale = tl.zeros([TILE], tl.float32)
+        v_scale = tl.zeros([TILE], tl.float32)
+        if K_SCALED:
+            k_scale = tl.load(k_scale_ptr + block * k_scale_stride + row_in_block, mask=live, other=0.0).to(tl.float32)
+        if V_SCALED:
+            v_scale = tl.load(v_scale_ptr + block * v_scale_stride + row_in_block, mask=live, other=0.0).to(tl.float32)
+        acc, total, top, v_unit = softmax_step(
+            acc, total, top, v_unit, q, q_unit, k, k_scale, v, v_scale, keep, softcap,
+            MASKED, SOFTCAP, K_SCALED, V_SCALED, K_DOT, V_DOT, BYTE_PERMUTE,
+        )  # fmt: skip
+    return acc, total, top, v_unit
+
+
+@triton.jit
+def _prefill(
+    out_ptr,  # [T, heads, V_DIM]
+    q_ptr,  # [T, heads, K_DIM], last dimension contiguous
+    k_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, K_DIM]
+    k_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16
+    v_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, V_DIM]
+    v_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16
+    tables_ptr,  # [num_seqs, max_blocks] int32
+    cu_seqlens_ptr,  # [num_seqs + 1] int32
+    seq_lens_ptr,  # [num_seqs] int32
+    sinks_ptr,  # [heads]
+    first_seq,
+    num_seqs,
+    q_stride_t,
+    q_stride_h,
+    out_stride_t,
+    out_stride_h,
+    k_stride,
+    k_scale_stride,
+    v_stride,
+    v_scale_stride,
+    tables_stride,
+    scale,  # softmax scale; times log2 e without SOFTCAP, times 2 log2 e / softcap with it
+    softcap,  # softcap * log2 e
+    window,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    K_SCALED: tl.constexpr,
+    V_SCALED: tl.constexpr,
+    K_DOT: tl.constexpr,
+    V_DOT: tl.constexpr,
+    BYTE_PERMUTE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    seq, q_tile = _find_sequence(
+        cu_seqlens_ptr, first_seq, num_seqs, tl.num_programs(1) - 1 - tl.program_id(1), QUERIES
+    )
+    q_begin = tl.load(cu_seqlens_ptr + first_seq + seq)
+    q_len = tl.load(cu_seqlens_ptr + first_seq + seq + 1) - q_begin
+    first_query = q_tile * QUERIES
+    if first_query >= q_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + first_seq + seq)
+    history = seq_len - q_len
+
+    row = tl.arange(0, QUERIES * GROUP_BLOCK)
+    query = first_query + row // GROUP_BLOCK
+    head = kv_head * GROUP + row % GROUP_BLOCK
+    live = (query < q_len) & (row % GROUP_BLOCK < GROUP)
+    position = history + query
+    dk = tl.arange(0, K_BLOCK)
+    dv = tl.arange(0, V_BLOCK)
+    q_offset = (q_begin + query).to(tl.int64) * q_stride_t + head * q_stride_h
+    q = tl.load(q_ptr + q_offset[:, None] + dk[None, :], mask=live[:, None] & (dk < K_DIM)[None, :], other=0.0)
+    q, q_unit = normalise_rows(q, K_DOT, K_SCALED)
+    q_unit *= scale
+
+    acc = tl.zeros([QUERIES * GROUP_BLOCK, V_BLOCK], tl.float32)
+    total = tl.zeros([QUERIES * GROUP_BLOCK], tl.float32)
+    top = tl.full([QUERIES * GROUP_BLOCK], float("-inf"), tl.float32)
+    v_unit = 1e-30
+    table_ptr = tables_ptr + (first_seq + seq).to(tl.int64) * tables_stride
+    last_position = history + tl.minimum(first_query + QUERIES, q_len) - 1
+    first_key = 0
+    open_begin = 0
+    if WINDOW:
+        first_key = tl.maximum(history + first_query - window + 1, 0)
+        # the first tile that lies inside the window of the last query, hence of all
+        open_begin = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE)
+    end = last_position // TILE + 1
+    open_end = tl.maximum((history + first_query + 1) // TILE, open_begin)  # tiles before it precede every query
+    open_begin = tl.minimum(open_begin, end)
+    open_end = tl.minimum(open_end, end)
+
+    if WINDOW:
+        acc, total, top, v_unit = _key_tiles(
+            first_key // TILE, open_begin, acc, total, top, v_unit, q, q_unit, position, first_key, seq_len,
+            window, softcap,
+            table_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, k_stride, k_scale_stride, v_stride, v_scale_stride,
+            kv_head, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, TILE, True, WINDOW, SOFTCAP, K_SCALED, V_SCALED,
+            K_DOT, V_DOT, BYTE_PERMUTE, 1,
+        )  # fmt: skip
+    acc, total, top, v_unit = _key_tiles(
+        open_begin, open_end, acc, total, top, v_unit, q, q_unit, position, first_key, seq_len, window, softcap,
+        table_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, k_stride, k_scale_stride, v_stride, v_scale_stride,
+        kv_head, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, TILE, False, WINDOW, SOFTCAP, K_SCALED, V_SCALED,
+        K_DOT, V_DOT, BYTE_PERMUTE, STAGES,
+    )  # fmt: skip
+    acc, total, top, v_unit = _key_tiles(
+        open_end, end, acc, total, top, v_unit, q, q_unit, position, first_key, seq_len, window, softcap,
+        table_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, k_stride, k_scale_stride, v_stride, v_scale_stride,
+        kv_head, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, TILE, True, WINDOW, SOFTCAP, K_SCALED, V_SCALED,
+        K_DOT, V_DOT, BYTE_PERMUTE, 1,
+    )  # fmt: skip
+
+    if V_SCALED:
+        acc *= v_unit
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        new_top = tl.maximum(top, sink)
+        acc *= tl.exp2(top - new_top)[:, None]
+        total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+    acc /= tl.where(live, total, 1.0)[:, None]
+    out_offset = (q_begin + query).to(tl.int64) * out_stride_t + head * out_stride_h
+    out_mask = live[:, None] & (dv < V_DIM)[None, :]
+    tl.store(out_ptr + out_offset[:, None] + dv[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+def prefill_attention(
+    query: Tensor,
+    layer: LayerKV,
+    meta: AttentionMetadata,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    config: PrefillConfig | None = None,
+) -> None:
+    """Attention of the rows of `query` `[T, heads, head_dim]` after the decodes, written to the same rows of `out`.
+
+    Never synchronises. Rows past `cu_seqlens_q[-1]` are left as they are.
+    """
+    heads = query.shape[1]
+    k, v = layer.k.tensor, layer.v.tensor
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    num_seqs = meta.num_seqs - meta.num_decodes
+    config = config or choose_config(layer, query, group)
+    group_block = triton.next_power_of_2(group)
+    queries = max(config.rows // group_block, 1)
+    most_tiles = (query.shape[0] - meta.num_decodes) // queries + num_seqs
+    _prefill[kv_heads, most_tiles](
+        out,
+        query,
+        k,
+        _scale(layer.k),
+        v,
+        _scale(layer.v),
+        meta.block_tables,
+        meta.cu_seqlens_q,
+        meta.seq_lens,
+        query if sinks is None else sinks,
+        meta.num_decodes,
+        num_seqs,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        k.stride(0),
+        _scale(layer.k).stride(0),
+        v.stride(0),
+        _scale(layer.v).stride(0),
+        meta.block_tables.stride(0),
+        scale * LOG2_E if softcap is None else scale * LOG2_E * 2 / softcap,
+        0.0 if softcap is None else softcap * LOG2_E,
+        window or 0,
+        GROUP=group,
+        GROUP_BLOCK=group_block,
+        QUERIES=queries,
+        K_DIM=k.shape[3],
+        V_DIM=v.shape[3],
+        K_BLOCK=triton.next_power_of_2(k.shape[3]),
+        V_BLOCK=triton.next_power_of_2(v.shape[3]),
+        BLOCK_SIZE=layer.block_size,
+        TILE=config.tile,
+        WINDOW=window is not None,
+        SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
+        K_SCALED=not isinstance(layer.k, PlainPages),
+        V_SCALED=not isinstance(layer.v, PlainPages),
+        K_DOT=dot_dtype(query, layer.k),
+        V_DOT=dot_dtype(query, layer.v),
+        BYTE_PERMUTE=config.byte_permute and query.is_cuda,
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )
+
+
+def choose_config(layer: LayerKV, query: Tensor, group: int) -> PrefillConfig:
+    """Tile sizes that fit registers and the 100 KB of shared memory of the smallest supported GPU (sm86)."""
+    head_dim = max(layer.k.tensor.shape[3], layer.v.tensor.shape[3])
+    if query.dtype == torch.float32 or layer.k.tensor.dtype == torch.float32:
+        return PrefillConfig(rows=max(32, triton.next_power_of_2(group)), tile=32, num_warps=4, num_stages=1)
+    rows = 128 if head_dim <= 128 else 64
+    return PrefillConfig(
+        rows=max(rows, triton.next_power_of_2(group)),
+        tile=64 if head_dim <= 128 else 32,
+        num_warps=8 if rows == 128 else 4,
+        num_stages=2,
+    )
+
+
+def _scale(pages: Pages) -> Tensor:
+    return pages.data if isinstance(pages, PlainPages) else pages.scale
