@@ -1,0 +1,111 @@
+"""Time to the first token and between tokens for one prompt: the paged engine and dense `generate`, streaming."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from hf_paged.eval.machine import Machine, measure_machine
+from hf_paged.eval.throughput import dense_bytes_per_token, weight_sizes
+from hf_paged.eval.workload import Workload, least_seconds
+from hf_paged.llm import LLM
+from hf_paged.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyResult:
+    """Milliseconds; `ceiling` is the least time between tokens (all weights and live KV read once)."""
+
+    system: str
+    kv_cache: str
+    first_token: float
+    p50: float
+    p90: float
+    p99: float
+    ceiling: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Clock(BaseStreamer):
+    """Notes when each token arrives; `generate` hands the prompt over first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        del self.times[0]
+
+
+def measure_latency(
+    model: PreTrainedModel,
+    workload: Workload,
+    *,
+    dense: bool = False,
+    engine_options: dict[str, Any] | None = None,
+    repeats: int = 5,
+) -> tuple[Machine, list[LatencyResult]]:
+    """Measure the first prompt of `workload`, after one warm-up run; percentiles are over the tokens of all repeats."""
+    options = {"enable_prefix_caching": False, **(engine_options or {})}
+    llm = LLM(model, **options)
+    machine = measure_machine(model.device, model.dtype)
+    prompt = workload.prompts(llm.engine.vocab_size)[0]
+    kv_cache = options.get("kv_cache_dtype", "auto")
+    systems: list[tuple[str, str, float, Callable[[], list[float]]]] = [
+        ("hf_paged", kv_cache, llm.engine.kv_cache.bytes_per_token, lambda: _paged(llm, prompt, workload.new_tokens))
+    ]
+    if dense:
+        dense_bytes = dense_bytes_per_token(llm)
+        systems.append(("dense generate", "auto", dense_bytes, lambda: _dense(model, prompt, workload.new_tokens)))
+    results = []
+    for name, kv, kv_bytes, run in systems:
+        runs = [run() for _ in range(repeats + 1)][1:]
+        least = least_seconds(machine, [len(prompt)], 2, kv_bytes_per_token=kv_bytes, **weight_sizes(model))
+        least -= least_seconds(machine, [len(prompt)], 1, kv_bytes_per_token=kv_bytes, **weight_sizes(model))
+        results.append(_result(name, kv, runs, least))
+    return machine, results
+
+
+def _paged(llm: LLM, prompt: list[int], new_tokens: int) -> list[float]:
+    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    times: list[float] = []
+    for output in llm.stream(prompt, params):
+        arrived = time.perf_counter()
+        times += [arrived] * (len(output.outputs[0].token_ids) - len(times))
+    return [start, *times]
+
+
+def _dense(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[float]:
+    ids = torch.tensor([prompt], device=model.device)
+    clock = _Clock()
+    generate: Any = model.generate
+    start = time.perf_counter()
+    with torch.inference_mode():
+        generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, streamer=clock)
+    return [start, *clock.times]
+
+
+def _result(name: str, kv_cache: str, runs: Sequence[list[float]], least: float) -> LatencyResult:
+    gaps = np.concatenate([np.diff(times)[1:] for times in runs]) * 1e3
+    p50, p90, p99 = np.percentile(gaps, [50, 90, 99])
+    return LatencyResult(
+        system=name,
+        kv_cache=kv_cache,
+        first_token=float(np.median([times[1] - times[0] for times in runs])) * 1e3,
+        p50=float(p50),
+        p90=float(p90),
+        p99=float(p99),
+        ceiling=least * 1e3,
+    )

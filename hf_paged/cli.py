@@ -1,0 +1,40 @@
+"""The command line: `hf-paged generate | info | bench`. Commands are thin; the work is in the modules they call.
+
+Exit codes: 0 done, 1 something failed (one line on stderr says what), 2 bad use, 130 interrupted. Results go to stdout,
+everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+from rich.logging import RichHandler
+
+from hf_paged.cli_bench import bench
+from hf_paged.cli_generate import generate
+from hf_paged.cli_info import info
+from hf_paged.cli_support import ERR, plain_errors
+
+app = typer.Typer(
+    name="hf-paged",
+    help="Paged and quantized KV cache, and continuous batching, inside Hugging Face Transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(plain_errors(generate))
+app.command()(plain_errors(info))
+app.add_typer(bench)
+
+
+@app.callback()
+def settings(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's choices.")] = False,
+) -> None:
+    logger = logging.getLogger("hf_paged")
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    logger.handlers = [RichHandler(console=ERR, show_path=False)]
+    logger.propagate = False

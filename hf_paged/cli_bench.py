@@ -1,0 +1,171 @@
+"""`hf-paged bench throughput | latency | memory`: a table for people, then one JSON line for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from hf_paged import cli_support as cli
+from hf_paged.config import EngineConfig
+from hf_paged.eval.memory import BLOCK_SIZES, dense_waste, paged_waste
+from hf_paged.eval.workload import Workload, make_workload
+
+if TYPE_CHECKING:
+    from hf_paged.eval.machine import Machine
+
+bench = typer.Typer(
+    name="bench", help="Measure throughput, latency and KV memory.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+class Baseline(str, Enum):
+    dense = "dense"
+    native = "native"
+
+
+BenchModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A model folder or hub name, or a shape with random weights: llama-2-7b, llama-2-13b, llama-2-70b, "
+        "llama-3-8b, smollm2.",
+        show_default=False,
+    ),
+]
+WorkloadName = Annotated[str, typer.Option("--workload", help="bN (512 tokens each) or raggedN (128..1024 tokens).")]
+PromptTokens = Annotated[str | None, typer.Option(help="Another prompt length, e.g. 64, or range, e.g. 16..256.")]
+NewTokens = Annotated[int, typer.Option(min=1, help="Tokens that every prompt generates.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Runs after the warm-up; the median counts.")]
+NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; default: what fits.")]
+
+
+@bench.command()
+@cli.plain_errors
+def throughput(
+    model: BenchModel,
+    workload: WorkloadName = "ragged128",
+    prompt_tokens: PromptTokens = None,
+    new_tokens: NewTokens = 128,
+    baseline: Annotated[
+        list[Baseline] | None, typer.Option(help="Also dense generate or native generate_batch; may be repeated.")
+    ] = None,
+    repeats: Repeats = 5,
+    kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,
+    block_size: cli.BlockSize = EngineConfig.block_size,
+    num_blocks: NumBlocks = EngineConfig.num_blocks,
+    dtype: cli.WeightDType = cli.DType.auto,
+    device: cli.Device = None,
+) -> None:
+    """Generated tokens per second, prefill included, beside the least time the machine could need."""
+    options = cli.engine_options(dict(locals()))
+    work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
+    from hf_paged.eval.bench_models import load_bench_model  # loads torch: not for --help and bad use
+    from hf_paged.eval.throughput import measure_throughput
+
+    with cli.ERR.status(f"measuring {model}"):
+        loaded = load_bench_model(model, dtype=dtype.value, device=device)
+        baselines = [choice.value for choice in baseline or ()]
+        machine, results = measure_throughput(
+            loaded, work, baselines=baselines, engine_options=options, repeats=repeats
+        )
+    table = _table(f"{model}, {_describe(work)}", "seconds", "fastest..slowest", "tokens/s", "ceiling", "of ceiling")
+    for result in results:
+        table.add_row(
+            result.system,
+            result.kv_cache,
+            f"{result.seconds:.3f}",
+            f"{result.fastest:.3f}..{result.slowest:.3f}",
+            f"{result.tokens_per_s:,.1f}",
+            f"{result.ceiling:,.0f}",
+            f"{result.tokens_per_s / result.ceiling:.1%}",
+        )
+    _report(table, machine, work, results, model=model, dtype=str(loaded.dtype))
+
+
+@bench.command()
+@cli.plain_errors
+def latency(
+    model: BenchModel,
+    prompt_tokens: PromptTokens = None,
+    new_tokens: NewTokens = 128,
+    dense: Annotated[bool, typer.Option("--dense", help="Also dense generate.")] = False,
+    repeats: Repeats = 5,
+    kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,
+    block_size: cli.BlockSize = EngineConfig.block_size,
+    num_blocks: NumBlocks = EngineConfig.num_blocks,
+    dtype: cli.WeightDType = cli.DType.auto,
+    device: cli.Device = None,
+) -> None:
+    """Time to the first token and between tokens of one prompt."""
+    options = cli.engine_options(dict(locals()))
+    work = cli.checked(make_workload, {"name": "b1", "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
+    from hf_paged.eval.bench_models import load_bench_model  # loads torch: not for --help and bad use
+    from hf_paged.eval.latency import measure_latency
+
+    with cli.ERR.status(f"measuring {model}"):
+        loaded = load_bench_model(model, dtype=dtype.value, device=device)
+        machine, results = measure_latency(loaded, work, dense=dense, engine_options=options, repeats=repeats)
+    table = _table(f"{model}, {_describe(work)}", "first token ms", "p50 ms", "p90 ms", "p99 ms", "least ms")
+    for result in results:
+        figures = (result.first_token, result.p50, result.p90, result.p99, result.ceiling)
+        table.add_row(result.system, result.kv_cache, *(f"{figure:.2f}" for figure in figures))
+    _report(table, machine, work, results, model=model, dtype=str(loaded.dtype))
+
+
+@bench.command()
+@cli.plain_errors
+def memory(
+    workload: WorkloadName = "ragged64",
+    prompt_tokens: Annotated[str, typer.Option(help="Prompt length or range.")] = "256..2048",
+    new_tokens: NewTokens = 128,
+) -> None:
+    """KV slots that a ragged batch holds but does not use, for every block size and for a padded dense cache."""
+    work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
+    results = [paged_waste(work.prompt_lens, new_tokens, block_size) for block_size in BLOCK_SIZES]
+    results.append(dense_waste(work.prompt_lens, new_tokens))
+    table = Table(title=_describe(work), title_justify="left")
+    for name in ("KV cache", "slots at the peak", "unused", "unused over the run"):
+        table.add_column(name, justify="left" if name == "KV cache" else "right")
+    for waste in results:
+        table.add_row(waste.cache, f"{waste.peak_slots:,}", f"{waste.peak_share:.2%}", f"{waste.run_share:.2%}")
+    cli.OUT.print(table)
+    cli.OUT.print("A block size of B leaves (B - 1) / 2 slots per request unused on average; the ceiling is 0%.")
+    print(
+        json.dumps({"workload": work.name, "new_tokens": new_tokens, "caches": [waste.as_dict() for waste in results]})
+    )
+
+
+def _describe(work: Workload) -> str:
+    low, high = min(work.prompt_lens), max(work.prompt_lens)
+    lengths = f"{low}" if low == high else f"{low}..{high}"
+    return f"{work.name}: {len(work.prompt_lens)} prompts of {lengths} tokens, {work.new_tokens} new tokens each"
+
+
+def _table(title: str, *figures: str) -> Table:
+    table = Table("system", "KV", title=title, title_justify="left")
+    for figure in figures:
+        table.add_column(figure, justify="right")
+    return table
+
+
+def _report(table: Table, machine: Machine, work: Workload, results: Sequence[Any], **facts: str) -> None:
+    cli.OUT.print(table)
+    cli.OUT.print(
+        f"Ceiling: weights and live KV read once per step, prompts at the FLOP roof. {machine}", highlight=False
+    )
+    record = {
+        **facts,
+        "workload": work.name,
+        "prompt_tokens": sum(work.prompt_lens),
+        "new_tokens": work.new_tokens,
+        "machine": machine.name,
+        "bytes_per_s": machine.bytes_per_s,
+        "flops_per_s": machine.flops_per_s,
+        "results": [result.as_dict() for result in results],
+    }
+    print(json.dumps(record))

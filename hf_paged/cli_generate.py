@@ -1,0 +1,196 @@
+"""`hf-paged generate`: prompts in, texts out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_paged import cli_support as cli
+from hf_paged.config import EngineConfig
+from hf_paged.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from hf_paged.llm import LLM
+    from hf_paged.outputs import RequestOutput
+
+Conversation = list[dict[str, str]]
+
+
+def generate(
+    model: cli.Model,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Default: standard input, one per line.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help='Prompts from a text file, one per line, or from .jsonl: "text", {"prompt"} or {"messages"}.'
+        ),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message of every chat.")] = None,
+    json_output: cli.JSONOutput = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate per prompt.")] = SamplingParams.max_tokens,
+    min_tokens: Annotated[int, typer.Option(help="Tokens before a stop may end it.")] = SamplingParams.min_tokens,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = SamplingParams.temperature,
+    top_p: float = SamplingParams.top_p,
+    top_k: Annotated[int, typer.Option(help="0 = off.")] = SamplingParams.top_k,
+    min_p: float = SamplingParams.min_p,
+    repetition_penalty: float = SamplingParams.repetition_penalty,
+    presence_penalty: float = SamplingParams.presence_penalty,
+    frequency_penalty: float = SamplingParams.frequency_penalty,
+    n: Annotated[int, typer.Option("-n", help="Sequences per prompt.")] = SamplingParams.n,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends a sequence; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = SamplingParams.seed,
+    kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,
+    block_size: cli.BlockSize = EngineConfig.block_size,
+    num_blocks: Annotated[int | None, typer.Option(help="KV blocks; default: what fits.")] = EngineConfig.num_blocks,
+    gpu_memory_utilization: float = EngineConfig.gpu_memory_utilization,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = EngineConfig.max_num_seqs,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step.")] = EngineConfig.max_num_batched_tokens,
+    max_model_len: Annotated[int | None, typer.Option(help="Prompt + output; default: the model's.")] = None,
+    dtype: cli.WeightDType = cli.DType.auto,
+    device: cli.Device = None,
+) -> None:
+    """Complete prompts; a single one is written as it grows. With a chat template, each prompt is a user's message."""
+    options = dict(locals())
+    engine_options = cli.engine_options({name: value for name, value in options.items() if name != "seed"})
+    names = {field.name for field in fields(SamplingParams)}
+    params: SamplingParams = cli.checked(
+        SamplingParams, {name: value for name, value in options.items() if name in names} | {"stop": stop or ()}
+    )
+    wanted = list(read_prompts(prompts or [], file))
+    if not wanted:
+        raise typer.BadParameter("no prompt: give PROMPT, --file, or text on standard input")
+    llm = load(model, dtype, device, engine_options)
+    inputs = render(llm, wanted, raw=raw, system=system)
+    if len(inputs) == 1 and not json_output and n == 1:
+        failed = _stream(llm, inputs[0], params)
+    else:
+        outputs = llm.generate(inputs, params, use_tqdm=sys.stderr.isatty())
+        failed = sum(_write(i, output, json_output=json_output) for i, output in enumerate(outputs)) > 0
+    if failed:
+        raise typer.Exit(1)
+
+
+def load(model: str, dtype: cli.DType, device: str | None, engine_options: dict[str, Any]) -> LLM:
+    from hf_paged.llm import LLM  # loads torch: not for --help and bad use
+
+    with cli.ERR.status(f"loading {model}"):
+        return LLM(model, dtype=dtype.value, device=device, **engine_options)
+
+
+def read_prompts(arguments: list[str], file: Path | None) -> Iterator[str | Conversation]:
+    """Prompts of the command line and the file, else of standard input unless that is a terminal.
+
+    Raises:
+        ValueError: a line of a .jsonl file is not a prompt; the message names the line.
+    """
+    yield from arguments
+    if file is not None:
+        with file.open(encoding="utf-8") as lines:
+            yield from _parse_jsonl(lines, file.name) if file.suffix == ".jsonl" else _parse_text(lines)
+    elif not arguments and not sys.stdin.isatty():
+        yield from _parse_text(sys.stdin)
+
+
+def _parse_text(lines: Iterable[str]) -> Iterator[str]:
+    return (line.rstrip("\r\n") for line in lines if line.strip())
+
+
+def _parse_jsonl(lines: Iterable[str], name: str) -> Iterator[str | Conversation]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}, line {number}: not JSON ({error})") from error
+        if isinstance(value, dict) and len(value) == 1:
+            value = value.get("prompt", value.get("messages"))
+        if isinstance(value, str) or _is_conversation(value):
+            yield value
+        else:
+            raise ValueError(
+                f'{name}, line {number}: allowed are a string, {{"prompt": "..."}} and {{"messages": [{{"role": "...", '
+                f'"content": "..."}}, ...]}}'
+            )
+
+
+def _is_conversation(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, dict) and turn.keys() == {"role", "content"} for turn in value)
+    )
+
+
+def render(llm: LLM, prompts: list[str | Conversation], *, raw: bool, system: str | None) -> list[Any]:
+    """Apply the chat template to every prompt, or to none.
+
+    Raises:
+        ValueError: messages or a system text for a tokenizer without a chat template, or with --raw.
+    """
+    chat = not raw and getattr(llm.tokenizer, "chat_template", None) is not None
+    if not chat:
+        if system is not None or not all(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError("messages and --system need a tokenizer with a chat template, and no --raw")
+        return list(prompts)
+    first: Conversation = [] if system is None else [{"role": "system", "content": system}]
+    return llm.render_chat([first + (_turns(prompt)) for prompt in prompts])
+
+
+def _turns(prompt: str | Conversation) -> Conversation:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> bool:
+    """Write one text as it grows; says whether it failed."""
+    shown = 0
+    failed = False
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        sys.stdout.write(text[shown:])
+        sys.stdout.flush()
+        shown = len(text)
+        failed = _report_error(output)
+    sys.stdout.write("\n")
+    return failed
+
+
+def _write(index: int, output: RequestOutput, *, json_output: bool) -> bool:
+    """Write one finished output; says whether it failed."""
+    if json_output:
+        record = {
+            "index": index,
+            "prompt": output.prompt,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "outputs": [
+                {
+                    "text": completion.text,
+                    "tokens": len(completion.token_ids),
+                    "finish_reason": completion.finish_reason,
+                    "stop_reason": completion.stop_reason,
+                }
+                for completion in output.outputs
+            ],
+            "error": output.error,
+        }
+        print(json.dumps(record, ensure_ascii=False))
+    else:
+        for completion in output.outputs:
+            print(f"[{index}] {completion.text.strip()}\n")
+    return _report_error(output)
+
+
+def _report_error(output: RequestOutput) -> bool:
+    if output.error is not None:
+        cli.ERR.print(f"error: {output.error}", style="red", markup=False, highlight=False)
+    return output.error is not None

@@ -1,0 +1,63 @@
+"""`hf-paged info`: what a model's KV cache costs on this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from hf_paged import cli_support as cli
+
+if TYPE_CHECKING:
+    from hf_paged.info import LayerKind, ModelInfo
+
+MIB = 2**20
+
+
+def info(model: cli.Model, json_output: cli.JSONOutput = False) -> None:
+    """Show layers, KV bytes per token for each format, tokens that fit this machine, and what is fused."""
+    from hf_paged.info import model_info  # loads torch: not for --help and bad use
+
+    with cli.ERR.status(f"reading {model}"):
+        found = model_info(model)
+    if json_output:
+        print(json.dumps(found.as_dict()))
+        return
+    cli.OUT.print(
+        f"{found.architecture}, {found.num_parameters / 1e6:,.1f} M parameters, {found.weight_bytes / MIB:,.0f} MiB of "
+        f"weights, {found.dtype}, context {found.max_model_len:,}",
+        highlight=False,
+    )
+    cli.OUT.print(_layers(found.layers))
+    cli.OUT.print(_kv_cache(found))
+    cli.OUT.print("fused:", ", ".join(found.fused) or "nothing", highlight=False)
+    for part, reason in found.not_fused.items():
+        cli.OUT.print(f"not fused: {part} ({reason})", highlight=False)
+
+
+def _layers(kinds: list[LayerKind]) -> Table:
+    table = Table(title="attention layers", title_justify="left")
+    for name in ("layers", "heads", "KV heads", "head dim", "window", "softcap", "sinks"):
+        table.add_column(name, justify="right")
+    for kind in kinds:
+        head_dim = f"{kind.head_dim}" if kind.head_dim == kind.v_head_dim else f"{kind.head_dim} / {kind.v_head_dim}"
+        table.add_row(
+            str(kind.num_layers),
+            str(kind.num_heads),
+            str(kind.kv_heads),
+            head_dim,
+            "all" if kind.window is None else f"{kind.window:,}",
+            "-" if kind.softcap is None else f"{kind.softcap:g}",
+            "yes" if kind.has_sinks else "-",
+        )
+    return table
+
+
+def _kv_cache(found: ModelInfo) -> Table:
+    table = Table(title=f"KV cache ({found.memory}, {found.kv_bytes / MIB:,.0f} MiB for blocks)", title_justify="left")
+    for name in ("kv_cache_dtype", "bytes per token", "tokens that fit"):
+        table.add_column(name, justify="right")
+    for cost in found.kv_cache:
+        table.add_row(cost.kv_cache_dtype, f"{cost.bytes_per_token:,.0f}", f"{cost.tokens_that_fit:,}")
+    return table

@@ -1,0 +1,69 @@
+"""What the commands share: two consoles, errors in one line, and the engine options."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from enum import Enum
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+
+from hf_paged.config import EngineConfig
+
+OUT = Console(soft_wrap=True)
+ERR = Console(stderr=True, soft_wrap=True)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class DType(str, Enum):
+    auto = "auto"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or hub name.", show_default=False)]
+Device = Annotated[str | None, typer.Option(help="Where to run, e.g. cuda:1; default: the first GPU, else the CPU.")]
+WeightDType = Annotated[DType, typer.Option("--dtype", help="Of the weights; auto = as stored.")]
+KVCacheDType = Annotated[str, typer.Option(help='auto (the model\'s dtype), fp8, int8, or a pair: "k=int8,v=auto".')]
+BlockSize = Annotated[int, typer.Option(help="Tokens per KV block: 16, 32, 64, 128 or 256.")]
+JSONOutput = Annotated[bool, typer.Option("--json", help="Write JSON, one object per line.")]
+
+
+def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Errors that a user can cause become one line and exit code 1, Ctrl-C becomes 130. Bugs keep their traceback."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except BrokenPipeError:  # the reader of our output had enough; click ends quietly
+            raise
+        except (ValueError, OSError) as error:
+            ERR.print("error:", " ".join(str(error).split()), style="red", markup=False, highlight=False)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt as interrupt:
+            ERR.print("interrupted")
+            raise typer.Exit(130) from interrupt
+
+    return run
+
+
+def checked(make: Callable[..., R], options: dict[str, Any]) -> R:
+    """`make(**options)`; a value that it refuses is bad use (exit code 2)."""
+    try:
+        return make(**options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def engine_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The `EngineConfig` fields among a command's arguments, checked before anything is loaded."""
+    chosen = {field.name: options[field.name] for field in fields(EngineConfig) if field.name in options}
+    checked(EngineConfig, chosen)
+    return chosen

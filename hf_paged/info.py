@@ -1,0 +1,137 @@
+"""What a model costs here, before any weight is loaded: its attention layers, KV bytes per token, tokens that fit.
+
+The model is built on the meta device and probed by one forward, so the answer comes from what its layers pass to
+attention and not from reading config fields by family. A checkpoint's bytes are those of its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_paged.config import KV_FORMATS, EngineConfig
+from hf_paged.kv_cache import KVCache, layer_formats
+from hf_paged.layer_probe import LayerSpec, probe_layers
+from hf_paged.memory import CPU_SHARE
+from hf_paged.model_view import build_view
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """Attention layers that are alike. Head counts, dimensions and the window are in heads, elements and tokens."""
+
+    num_layers: int
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCost:
+    """One `kv_cache_dtype`: bytes per token in all layers, and the tokens that the memory for KV blocks holds."""
+
+    kv_cache_dtype: str
+    bytes_per_token: float
+    tokens_that_fit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What `hf-paged info` says. `kv_bytes` is the memory that `LLM` would have for KV blocks on this machine."""
+
+    model: str
+    architecture: str
+    dtype: str
+    num_parameters: int
+    weight_bytes: int
+    max_model_len: int
+    layers: list[LayerKind]
+    memory: str
+    kv_bytes: int
+    kv_cache: list[KVCost]
+    fused: list[str]
+    not_fused: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def model_info(path: str) -> ModelInfo:
+    """Describe the model in the folder (or hub repository) `path`.
+
+    Raises:
+        OSError: there is no such model.
+        ValueError: the model is unknown to Transformers, or cannot be paged; the message says why.
+    """
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    weight_bytes = checkpoint_bytes(Path(path)) or sum(p.numel() * p.element_size() for p in model.parameters())
+    specs = probe_layers(build_view(model))
+    memory, kv_bytes = kv_memory(weight_bytes)
+    return ModelInfo(
+        model=path,
+        architecture=type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        num_parameters=num_parameters,
+        weight_bytes=weight_bytes,
+        max_model_len=model.config.get_text_config(decoder=True).max_position_embeddings,
+        layers=layer_kinds(specs),
+        memory=memory,
+        kv_bytes=kv_bytes,
+        kv_cache=[_kv_cost(specs, name, kv_bytes) for name in KV_FORMATS],
+        fused=[],
+        not_fused={"all layers": "this version has no fusion pass; Transformers' own forward runs"},
+    )
+
+
+def layer_kinds(specs: Sequence[LayerSpec]) -> list[LayerKind]:
+    """Group like layers, in the order in which each kind first appears."""
+    names = [name for name in LayerKind.__dataclass_fields__ if name != "num_layers"]
+    counts: dict[tuple[Any, ...], int] = {}
+    for spec in specs:
+        key = tuple(getattr(spec, name) for name in names)
+        counts[key] = counts.get(key, 0) + 1
+    return [LayerKind(num_layers=count, **dict(zip(names, key))) for key, count in counts.items()]
+
+
+def checkpoint_bytes(folder: Path) -> int:
+    """Bytes of the weight files in `folder`; 0 for a hub name."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def kv_memory(weight_bytes: int) -> tuple[str, int]:
+    """The memory of this machine in words, and the bytes of it left for KV blocks once the weights are loaded.
+
+    The rule is the engine's (`memory.py`) without its profiling forward, so the GPU figure does not know activations.
+    """
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        share = EngineConfig.gpu_memory_utilization
+        left = int(total * share) - (total - free) - weight_bytes
+        return f"{torch.cuda.get_device_name()}: {share:.0%} of {total / 2**30:.1f} GiB", max(left, 0)
+    available = psutil.virtual_memory().available
+    left = int((available - weight_bytes) * CPU_SHARE)
+    return f"CPU: {CPU_SHARE:.0%} of {available / 2**30:.1f} GiB available", max(left, 0)
+
+
+def _kv_cost(specs: Sequence[LayerSpec], kv_cache_dtype: str, kv_bytes: int) -> KVCost:
+    block_size = EngineConfig.block_size
+    cache = KVCache(specs, layer_formats(specs, kv_cache_dtype), num_blocks=0, block_size=block_size)
+    blocks = max(kv_bytes // cache.block_bytes - 1, 0)  # less the null block
+    return KVCost(
+        kv_cache_dtype=kv_cache_dtype,
+        bytes_per_token=cache.bytes_per_token,
+        tokens_that_fit=blocks // len(cache.groups) * block_size,
+    )

@@ -1,0 +1,299 @@
+"""The command line: what it accepts, what it writes where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from hf_paged import cli_generate
+from hf_paged.cli import app
+from hf_paged.eval.workload import make_workload
+from hf_paged.outputs import CompletionOutput, RequestOutput
+
+LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def run(*arguments: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama with a byte-level tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=CHAT).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=512,
+        eos_token_id=0,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+class FakeLLM:
+    """Answers every prompt with its own text; a prompt "bad" fails, a prompt "^C" is interrupted."""
+
+    def __init__(self, chat_template: str | None = CHAT) -> None:
+        self.tokenizer = self
+        self.chat_template = chat_template
+
+    def render_chat(self, conversations: list[list[dict[str, str]]]) -> list[dict[str, Any]]:
+        return [
+            {"prompt": "|".join(f"{t['role']}:{t['content']}" for t in chat), "chat": True} for chat in conversations
+        ]
+
+    def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[RequestOutput]:
+        return [self._answer(prompt) for prompt in prompts]
+
+    def stream(self, prompt: Any, params: Any) -> Iterator[RequestOutput]:
+        final = self._answer(prompt)
+        for end in range(1, len(final.outputs[0].text) + 1):
+            yield self._output(final.outputs[0].text[:end])
+        yield final
+
+    def _answer(self, prompt: Any) -> RequestOutput:
+        text = prompt if isinstance(prompt, str) else prompt["prompt"]
+        if text.endswith("^C"):
+            raise KeyboardInterrupt
+        return self._output(f"<{text}>", error="too long" if text.endswith("bad") else None)
+
+    def _output(self, text: str, error: str | None = None) -> RequestOutput:
+        completion = CompletionOutput(index=0, text=text, token_ids=[1, 2], finish_reason="error" if error else "stop")
+        return RequestOutput(
+            request_id="0", prompt=text, prompt_token_ids=[1], outputs=[completion], finished=True, error=error
+        )
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
+    llm = FakeLLM()
+    monkeypatch.setattr(cli_generate, "load", lambda *_: llm)
+    return llm
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        pytest.fail("a model was loaded before the options were checked")
+
+    monkeypatch.setattr(cli_generate, "load", load)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["hello", "--temperature", "-1"], "temperature=-1.0"),
+        (["hello", "--top-p", "2"], "top_p=2.0"),
+        (["hello", "--kv-cache-dtype", "int3"], "kv_cache_dtype='int3'"),
+        (["hello", "--block-size", "48"], "block_size=48"),
+        (["hello", "--frobnicate"], "--frobnicate"),
+        ([], "no prompt"),
+    ],
+    ids=["temperature", "top-p", "kv-cache-dtype", "block-size", "unknown-option", "no-prompt"],
+)
+@pytest.mark.usefixtures("nothing_loads")
+def test_bad_use_is_refused_before_a_model_is_loaded(options: list[str], message: str) -> None:
+    result = run("generate", "model", *options, stdin="")
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    assert result.stdout == ""
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("source", ["arguments", "text", "jsonl", "stdin"])
+def test_every_source_of_prompts_gives_one_output_per_prompt_in_order(source: str, tmp_path: Path) -> None:
+    prompts = ["first", "sécond 日本", "third: a\\b"]
+    arguments: list[object] = []
+    if source == "arguments":
+        arguments = list(prompts)
+    elif source == "text":
+        (tmp_path / "prompts.txt").write_text("\n\n".join(prompts), encoding="utf-8")
+        arguments = ["--file", tmp_path / "prompts.txt"]
+    elif source == "jsonl":
+        lines = [json.dumps(prompts[0]), json.dumps({"prompt": prompts[1]}), "", json.dumps({"prompt": prompts[2]})]
+        (tmp_path / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        arguments = ["--file", tmp_path / "prompts.jsonl"]
+    stdin = "\n".join(prompts) if source == "stdin" else None
+    result = run("generate", "model", "--raw", "--json", *arguments, stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [record["outputs"][0]["text"] for record in records] == [f"<{prompt}>" for prompt in prompts]
+    assert [record["index"] for record in records] == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("line", ["{", "3", '{"promt": "x"}', '{"messages": []}', '{"messages": [{"role": "user"}]}'])
+def test_a_broken_jsonl_line_is_named_instead_of_skipped(line: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(f'"fine"\n{line}\n')
+    result = run("generate", "model", "--file", tmp_path / "prompts.jsonl")
+    assert result.exit_code == 1
+    assert "prompts.jsonl, line 2" in result.stderr
+
+
+@pytest.mark.usefixtures("fake")
+def test_prompts_become_chats_unless_raw_is_asked(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat}))
+    assert run("generate", "model", "hi").stdout == "<user:hi>\n"
+    assert run("generate", "model", "hi", "--system", "be brief").stdout == "<system:be brief|user:hi>\n"
+    assert run("generate", "model", "--file", tmp_path / "chat.jsonl").stdout == "<user:a|assistant:b|user:c>\n"
+    assert run("generate", "model", "hi", "--raw").stdout == "<hi>\n"
+    assert run("generate", "model", "hi", "--raw", "--system", "be brief").exit_code == 1
+
+
+def test_a_model_without_chat_template_gets_the_prompt_as_it_is(fake: FakeLLM) -> None:
+    fake.chat_template = None
+    assert run("generate", "model", "hi").stdout == "<hi>\n"
+
+
+@pytest.mark.usefixtures("fake")
+def test_one_failed_prompt_fails_the_command_but_not_the_other_prompts() -> None:
+    result = run("generate", "model", "--raw", "--json", "fine", "bad")
+    assert result.exit_code == 1
+    first, second = (json.loads(line) for line in result.stdout.splitlines())
+    assert (first["error"], second["error"]) == (None, "too long")
+    assert "too long" in result.stderr
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("prompts", [["^C"], ["one", "^C"]], ids=["stream", "batch"])
+def test_ctrl_c_ends_with_130_and_no_traceback(prompts: list[str]) -> None:
+    result = run("generate", "model", "--raw", *prompts)
+    assert result.exit_code == 130
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", ["generate", "info"])
+def test_a_model_that_is_not_there_is_one_line_not_a_traceback(command: str, tmp_path: Path) -> None:
+    result = run(command, tmp_path / "nowhere", *(["hi"] if command == "generate" else []))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert "nowhere" in result.stderr
+
+
+def test_a_single_prompt_streams_the_text_that_json_gives_whole(model_path: Path) -> None:
+    common = ("generate", model_path, "Once upon", "--temperature", "0", "--max-tokens", "12", "--num-blocks", "16")
+    streamed, whole = run(*common), run(*common, "--json")
+    assert streamed.exit_code == whole.exit_code == 0, streamed.stderr + whole.stderr
+    record = json.loads(whole.stdout)
+    assert record["prompt"] == "<user>Once upon<assistant>"
+    assert streamed.stdout == record["outputs"][0]["text"] + "\n"
+    assert 1 <= record["outputs"][0]["tokens"] <= 12
+
+
+def test_generate_writes_n_sequences_per_prompt_and_a_seed_repeats_them(model_path: Path) -> None:
+    common = ("generate", model_path, "one", "two", "-n", "2", "--seed", "3", "--max-tokens", "8", "--json")
+    first, second = run(*common, "--num-blocks", "32"), run(*common, "--num-blocks", "32")
+    assert first.exit_code == 0, first.stderr
+    assert first.stdout == second.stdout
+    records = [json.loads(line) for line in first.stdout.splitlines()]
+    assert [len(record["outputs"]) for record in records] == [2, 2]
+    assert records[0]["outputs"][0]["text"] != records[0]["outputs"][1]["text"]
+
+
+def test_info_states_the_bytes_that_each_kv_format_costs(model_path: Path) -> None:
+    result = run("info", model_path, "--json")
+    assert result.exit_code == 0, result.stderr
+    info = json.loads(result.stdout)
+    assert info["layers"] == [
+        {
+            "num_layers": LAYERS,
+            "num_heads": 4,
+            "kv_heads": KV_HEADS,
+            "head_dim": HEAD_DIM,
+            "v_head_dim": HEAD_DIM,
+            "window": None,
+            "softcap": None,
+            "has_sinks": False,
+        }
+    ]
+    per_head = {"auto": 4 * HEAD_DIM, "fp8": HEAD_DIM + 2, "int8": HEAD_DIM + 2}  # fp32; one byte per code, fp16 scale
+    costs = {cost["kv_cache_dtype"]: cost["bytes_per_token"] for cost in info["kv_cache"]}
+    assert costs == {name: LAYERS * 2 * KV_HEADS * size for name, size in per_head.items()}
+    assert all(cost["tokens_that_fit"] > 0 for cost in info["kv_cache"])
+    assert info["fused"] == []
+    assert "Llama" in run("info", model_path).stdout
+
+
+def test_info_counts_parameters_without_loading_weights(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`info` on a 70B model must answer on a laptop."""
+    monkeypatch.setattr("safetensors.safe_open", lambda *_, **__: pytest.fail("weights were read"))
+    info = json.loads(run("info", model_path, "--json").stdout)
+    assert (
+        info["num_parameters"]
+        == LlamaForCausalLM.from_pretrained.__self__(  # the class itself, random weights
+            LlamaConfig.from_pretrained(model_path)
+        ).num_parameters()
+    )
+
+
+def test_bench_memory_shows_the_promised_waste_from_the_real_block_pool() -> None:
+    result = run("bench", "memory", "--new-tokens", "64")
+    assert result.exit_code == 0, result.stderr
+    caches = {cache["cache"]: cache for cache in json.loads(result.stdout.splitlines()[-1])["caches"]}
+    # Half a block of 32 in requests of about 1,150 tokens is 1.4%; a padded batch of 256..2048 wastes over a third.
+    assert caches["paged, block size 32"]["run_share"] <= 0.016
+    assert caches["dense, padded"]["run_share"] > 0.3
+    shares = [cache["run_share"] for name, cache in caches.items() if name != "dense, padded"]
+    assert shares == sorted(shares)
+
+
+def test_bench_throughput_measures_three_systems_and_ends_with_json(model_path: Path) -> None:
+    result = run(
+        "bench", "throughput", model_path, "--workload", "ragged3", "--prompt-tokens", "8..24", "--new-tokens", "4",
+        "--baseline", "dense", "--baseline", "native", "--repeats", "1", "--kv-cache-dtype", "int8", "--num-blocks", "16",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(result.stdout.splitlines()[-1])
+    systems = [(row["system"], row["kv_cache"]) for row in record["results"]]
+    assert systems == [("hf_paged", "int8"), ("dense generate", "auto"), ("native generate_batch", "auto")]
+    assert all(0 < row["tokens_per_s"] < row["ceiling"] for row in record["results"])
+
+
+def test_bench_latency_ends_with_json(model_path: Path) -> None:
+    options = ("--prompt-tokens", "16", "--new-tokens", "6", "--repeats", "1", "--num-blocks", "16", "--dense")
+    result = run("bench", "latency", model_path, *options)
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(result.stdout.splitlines()[-1])
+    assert [row["system"] for row in record["results"]] == ["hf_paged", "dense generate"]
+    assert all(row["ceiling"] < row["p50"] <= row["p99"] for row in record["results"])
+
+
+@pytest.mark.parametrize(
+    "options", [["--workload", "c4"], ["--prompt-tokens", "9..3"], ["--prompt-tokens", "few"], ["--new-tokens", "0"]]
+)
+def test_bench_refuses_a_workload_it_does_not_know(options: list[str]) -> None:
+    assert run("bench", "throughput", "smollm2", *options).exit_code == 2
+
+
+def test_a_workload_is_the_same_every_time_so_that_figures_compare() -> None:
+    work = make_workload("ragged128")
+    assert work == make_workload("ragged128")
+    assert len(work.prompt_lens) == 128
+    assert min(work.prompt_lens) >= 128
+    assert max(work.prompt_lens) <= 1024
+    assert [len(prompt) for prompt in work.prompts(50)] == list(work.prompt_lens)
