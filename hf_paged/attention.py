@@ -106,6 +106,8 @@ def paged_attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """
     cache = getattr(kwargs.get("kv_length"), "cache", None)
     if cache is not None:
+        if not kwargs.get("allow_is_causal_skip", True):
+            raise ValueError("the model masks more than causality, windows and padding; pages cannot express its mask")
         cache.learn_padding(kwargs.get("attention_mask"), kwargs["batch_size"], kwargs["q_length"])
         return None
     kwargs["allow_is_causal_skip"] = False

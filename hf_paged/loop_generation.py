@@ -1,0 +1,87 @@
+"""`generate()` through Transformers' own decoding loops over a `PagedCache`.
+
+Beam search, assisted and prompt-lookup decoding, returned hidden states and caches: whatever the engine cannot express
+runs here, with every feature of the loop, one padded step at a time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+from hf_paged.config import EngineConfig
+from hf_paged.paged_cache import PagedCache
+
+Loop = Callable[..., Any]  # GenerationMixin._sample and its like, unbound
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeArguments:
+    """Arguments of a decoding loop that Transformers drops when `custom_generate` is a callable."""
+
+    streamer: Any = None
+    assistant_model: PreTrainedModel | None = None
+    tokenizer: Any = None
+    assistant_tokenizer: Any = None
+    synced_gpus: bool | None = None
+
+    def given(self) -> dict[str, Any]:
+        names = ("streamer", "assistant_model", "tokenizer", "assistant_tokenizer", "synced_gpus")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def loop_of(model: PreTrainedModel, generation_config: GenerationConfig, arguments: ModeArguments) -> Loop:
+    """The decoding loop that dense `generate` would run.
+
+    Raises:
+        ValueError: Transformers itself has no loop for this mode (contrastive search, group beams), or refuses the
+            combination of arguments.
+    """
+    mode = generation_config.get_generation_mode(arguments.assistant_model)
+    name = GENERATION_MODES_MAPPING[mode]
+    loop: Loop | None = getattr(type(model), name, None)
+    if loop is None:
+        raise ValueError(f'cache_implementation="paged" cannot run {mode.value}: Transformers moved it to {name}')
+    mixin: Any = model
+    mixin._validate_generation_mode(mode, generation_config, arguments.given())
+    return loop
+
+
+def run_loop(
+    loop: Loop, model: PreTrainedModel, *, input_ids: Tensor, arguments: ModeArguments, **prepared: Any
+) -> Any:
+    """Run a decoding loop on `model` with what Transformers prepared for it, the cache included."""
+    extra = {**arguments.given(), "inputs_tensor": prepared.pop("inputs_tensor", None)}
+    accepted = inspect.signature(loop).parameters
+    known = {name: value for name, value in extra.items() if name in accepted and value is not None}
+    return loop(model, input_ids, **known, **prepared)
+
+
+def new_cache(
+    model: PreTrainedModel, config: EngineConfig, generation_config: GenerationConfig, *, rows: int, columns: int
+) -> PagedCache:
+    """A cache sized for one call.
+
+    Args:
+        rows: rows of the batch, expanded for beams or returned sequences.
+        columns: prompt length.
+
+    Raises:
+        ValueError: `config.num_blocks` cannot hold the call.
+    """
+    cache = PagedCache(
+        model,
+        block_size=config.block_size,
+        kv_cache_dtype=config.kv_cache_dtype,
+        skip_layers=config.skip_layers,
+        num_blocks=config.num_blocks,
+    )
+    cache.reserve(rows, int(generation_config.max_length))
+    cache.share_prompt(max(generation_config.num_beams, generation_config.num_return_sequences), columns)
+    return cache
