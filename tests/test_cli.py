@@ -19,7 +19,10 @@ from hf_paged.eval.workload import make_workload
 from hf_paged.outputs import CompletionOutput, RequestOutput
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
-CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def run(*arguments: object, stdin: str | None = None) -> Result:
@@ -243,12 +246,8 @@ def test_info_counts_parameters_without_loading_weights(model_path: Path, monkey
     """`info` on a 70B model must answer on a laptop."""
     monkeypatch.setattr("safetensors.safe_open", lambda *_, **__: pytest.fail("weights were read"))
     info = json.loads(run("info", model_path, "--json").stdout)
-    assert (
-        info["num_parameters"]
-        == LlamaForCausalLM.from_pretrained.__self__(  # the class itself, random weights
-            LlamaConfig.from_pretrained(model_path)
-        ).num_parameters()
-    )
+    assert info["num_parameters"] == LlamaForCausalLM(LlamaConfig.from_pretrained(model_path)).num_parameters()
+    assert info["weight_bytes"] == (model_path / "model.safetensors").stat().st_size
 
 
 def test_bench_memory_shows_the_promised_waste_from_the_real_block_pool() -> None:
@@ -265,7 +264,7 @@ def test_bench_memory_shows_the_promised_waste_from_the_real_block_pool() -> Non
 def test_bench_throughput_measures_three_systems_and_ends_with_json(model_path: Path) -> None:
     result = run(
         "bench", "throughput", model_path, "--workload", "ragged3", "--prompt-tokens", "8..24", "--new-tokens", "4",
-        "--baseline", "dense", "--baseline", "native", "--repeats", "1", "--kv-cache-dtype", "int8", "--num-blocks", "16",
+        "--baseline", "dense", "--baseline", "native", "--repeats", "1", "--kv-cache-dtype", "int8",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     record = json.loads(result.stdout.splitlines()[-1])
