@@ -282,13 +282,13 @@ class Scheduler:
         return num_tokens - request.num_computed_tokens if num_tokens < request.max_total_tokens else 0
 
     def _is_ready(self, request: Request) -> bool:
-        """Whether all its tokens are known, and its parent's prompt is there to fork or never will be."""
+        """Whether all its tokens are known, and its parent, if it has one to fork, has computed the prompt."""
         if request.num_inflight or request.is_held:
             return False
         parent = request.parent
         if parent is None or parent.is_finished or request.output_token_ids or request.state is RequestState.SWAPPED:
             return True
-        return parent.num_computed_tokens >= request.num_prompt_tokens - 1
+        return parent.num_tokens > parent.num_prompt_tokens or parent.is_held  # its first token was sampled
 
     # ---- preemption and rows -----------------------------------------------------------------------------------------
 
