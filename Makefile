@@ -5,7 +5,7 @@ TRANSFORMERS ?= 5.17.0
 VENV         := .venv
 LATEST       := .venv-latest
 BIN          := $(VENV)/bin
-LATEST_TESTS := $(wildcard tests/generate tests/test_registration.py tests/quant/test_loader.py)
+LATEST_TESTS := $(wildcard tests/generate tests/test_registration.py tests/quant)
 
 # With an NVIDIA GPU any recent torch will do: pip's default is the CUDA build. Without one the version is pinned, and
 # pip's default on Linux still carries gigabytes of CUDA libraries; to leave them out, point at PyTorch's CPU index:
@@ -31,7 +31,7 @@ test: $(VENV)/.installed  ## The test suite (GPU tests run where a GPU is)
 
 test-latest: $(LATEST)/.installed  ## Registration, generate and loader tests on the newest Transformers 5.x
 	@$(LATEST)/bin/python -c "import transformers; print('transformers', transformers.__version__)"
-	$(LATEST)/bin/python -m pytest -p no:cacheprovider $(or $(LATEST_TESTS),tests/test_packaging.py)
+	$(LATEST)/bin/python -m pytest -p no:cacheprovider $(LATEST_TESTS)
 
 lint: $(VENV)/.installed  ## Lint, format and type checks
 	$(BIN)/ruff check .
@@ -56,8 +56,8 @@ $(VENV)/.installed: pyproject.toml setup.cfg
 
 # Everything of the first environment is seen through a .pth file; only what the newest Transformers needs is added.
 $(LATEST)/.installed: $(VENV)/.installed
-	test -x $(LATEST)/bin/python || $(BIN)/python -m venv $(LATEST)
+	test -x $(LATEST)/bin/python || $(BIN)/python -m venv --without-pip $(LATEST)
 	@site='import sysconfig; print(sysconfig.get_paths()["purelib"])'; \
 	echo "import site; site.addsitedir('$$($(BIN)/python -c "$$site")')" > "$$($(LATEST)/bin/python -c "$$site")/base.pth"
-	$(LATEST)/bin/pip install --quiet --upgrade "transformers>=5.17,<6"
+	$(BIN)/pip --python $(LATEST)/bin/python install --quiet --upgrade "transformers>=5.17,<6"
 	@touch $@
