@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV, Pages, PlainPages
 from hf_paged.kernels.tiles import LOG2_E, normalise_rows, softmax_step
 
-REDUCE_SPLITS = 16  # splits joined per step of the reduction
+REDUCE_STEP = 16  # splits joined per step of the reduction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,25 +39,25 @@ class DecodeConfig:
 def _split_range(
     seq_len,
     split,
+    num_splits,
     window,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
 ):
     """Tiles `[begin, end)` of a split, the sequence's first visible token, and the number of splits with work."""
     first_token = tl.maximum(seq_len - window, 0) if WINDOW else 0
     first_tile = first_token // TILE
     tiles = tl.cdiv(seq_len, TILE) - first_tile
-    per_split = tl.maximum(tl.cdiv(tiles, NUM_SPLITS), 1)
+    per_split = tl.maximum(tl.cdiv(tiles, num_splits), 1)
     begin = first_tile + split * per_split
     end = tl.minimum(begin + per_split, first_tile + tiles)
     return begin, end, first_token, tl.cdiv(tiles, per_split)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "window", "tables_stride"])  # they vary: no kernel per value
 def _decode(
-    out_ptr,  # [num_seqs, heads, V_DIM] when NUM_SPLITS == 1, else [num_seqs, heads, NUM_SPLITS, V_DIM] fp32
-    lse_ptr,  # [num_seqs, heads, NUM_SPLITS] fp32, base 2
+    out_ptr,  # [num_seqs, heads, V_DIM], with SPLIT [num_seqs, heads, num_splits, V_DIM] fp32
+    lse_ptr,  # [num_seqs, heads, num_splits] fp32, base 2
     q_ptr,  # [num_seqs, heads, K_DIM], last dimension contiguous
     k_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, K_DIM]
     k_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16
@@ -76,6 +76,7 @@ def _decode(
     scale,  # softmax scale; times log2 e without SOFTCAP, times 2 log2 e / softcap with it
     softcap,  # softcap * log2 e
     window,
+    num_splits,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     K_DIM: tl.constexpr,
@@ -84,7 +85,7 @@ def _decode(
     V_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -100,17 +101,17 @@ def _decode(
     seq = tl.program_id(2)
     heads = tl.num_programs(1) * GROUP
     seq_len = tl.load(seq_lens_ptr + seq)
-    begin, end, first_token, _ = _split_range(seq_len, split, window, WINDOW, TILE, NUM_SPLITS)
+    begin, end, first_token, _ = _split_range(seq_len, split, num_splits, window, WINDOW, TILE)
 
     row = tl.arange(0, ROWS)
     dk = tl.arange(0, K_BLOCK)
     dv = tl.arange(0, V_BLOCK)
     n = tl.arange(0, TILE)
     head = kv_head * GROUP + row
-    out_row = ((seq.to(tl.int64) * heads + head) * NUM_SPLITS + split) * V_DIM
+    out_row = ((seq.to(tl.int64) * heads + head) * num_splits + split) * V_DIM
     out_mask = (row < GROUP)[:, None] & (dv < V_DIM)[None, :]
     if begin >= end:
-        if NUM_SPLITS == 1:  # a padded row of a captured graph
+        if not SPLIT:  # a padded row of a captured graph
             zeros = tl.zeros([ROWS, V_BLOCK], out_ptr.dtype.element_ty)
             tl.store(out_ptr + out_row[:, None] + dv[None, :], zeros, mask=out_mask)
         return
@@ -187,7 +188,7 @@ def _decode(
 
     if V_SCALED:
         acc *= v_unit
-    if NUM_SPLITS == 1:
+    if not SPLIT:
         if SINKS:
             sink = tl.load(sinks_ptr + head, mask=row < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
             new_top = tl.maximum(top, sink)
@@ -198,22 +199,22 @@ def _decode(
     else:
         acc /= total[:, None]
         tl.store(out_ptr + out_row[:, None] + dv[None, :], acc, mask=out_mask)
-        lse_row = (seq.to(tl.int64) * heads + head) * NUM_SPLITS + split
+        lse_row = (seq.to(tl.int64) * heads + head) * num_splits + split
         tl.store(lse_ptr + lse_row, top + tl.log2(total), mask=row < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "window"])
 def _reduce(
     out_ptr,  # [num_seqs, heads, V_DIM]
-    partial_ptr,  # [num_seqs, heads, NUM_SPLITS, V_DIM] fp32
-    lse_ptr,  # [num_seqs, heads, NUM_SPLITS] fp32, base 2
+    partial_ptr,  # [num_seqs, heads, num_splits, V_DIM] fp32
+    lse_ptr,  # [num_seqs, heads, num_splits] fp32, base 2
     seq_lens_ptr,  # [num_seqs] int32
     sinks_ptr,  # [heads]
     window,
+    num_splits,
     V_DIM: tl.constexpr,
     V_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     STEP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
@@ -222,7 +223,7 @@ def _reduce(
     seq = tl.program_id(1)
     row = seq.to(tl.int64) * tl.num_programs(0) + head
     seq_len = tl.load(seq_lens_ptr + seq)
-    _, _, _, splits = _split_range(seq_len, 0, window, WINDOW, TILE, NUM_SPLITS)
+    _, _, _, splits = _split_range(seq_len, 0, num_splits, window, WINDOW, TILE)
     d = tl.arange(0, V_BLOCK)
     s = tl.arange(0, STEP)
     acc = tl.zeros([V_BLOCK], tl.float32)
@@ -233,8 +234,8 @@ def _reduce(
         total = 1.0
     for i in range(0, splits, STEP):
         live = i + s < splits
-        lse = tl.load(lse_ptr + row * NUM_SPLITS + i + s, mask=live, other=float("-inf"))
-        offset = (row * NUM_SPLITS + i + s)[:, None] * V_DIM + d[None, :]
+        lse = tl.load(lse_ptr + row * num_splits + i + s, mask=live, other=float("-inf"))
+        offset = (row * num_splits + i + s)[:, None] * V_DIM + d[None, :]
         part = tl.load(partial_ptr + offset, mask=live[:, None] & (d < V_DIM)[None, :], other=0.0)
         new_top = tl.maximum(top, tl.max(lse, 0))
         weight = tl.exp2(lse - new_top)
@@ -294,6 +295,7 @@ def decode_attention(
         scale * LOG2_E if softcap is None else scale * LOG2_E * 2 / softcap,
         0.0 if softcap is None else softcap * LOG2_E,
         window or 0,
+        splits,
         GROUP=heads // kv_heads,
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
         K_DIM=k.shape[3],
@@ -302,7 +304,7 @@ def decode_attention(
         V_BLOCK=v_block,
         BLOCK_SIZE=layer.block_size,
         TILE=config.tile,
-        NUM_SPLITS=splits,
+        SPLIT=splits > 1,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
@@ -322,11 +324,11 @@ def decode_attention(
             meta.seq_lens,
             query if sinks is None else sinks,
             window or 0,
+            splits,
             V_DIM=v.shape[3],
             V_BLOCK=v_block,
             TILE=config.tile,
-            NUM_SPLITS=splits,
-            STEP=min(REDUCE_SPLITS, triton.next_power_of_2(splits)),
+            STEP=REDUCE_STEP,
             WINDOW=window is not None,
             SINKS=sinks is not None,
             num_warps=4,

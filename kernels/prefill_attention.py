@@ -3,8 +3,8 @@
 One program takes a tile of queries of one sequence and one KV head; the query heads of that KV head share the tile's
 rows, so every key tile is read once for all of them. Programs find their sequence by bisection in `cu_seqlens_q`, which
 needs no host knowledge of the lengths: the grid is a bound from Python. Later tiles have more keys and start first.
-Keys come from the pages, the chunk's own too, so a chunk sees exactly what a later step will see. Only tiles that the causal
-diagonal or the window's edge crosses are masked.
+Keys come from the pages, the chunk's own too, so a chunk sees exactly what a later step will see. Only tiles that the
+causal diagonal or the window's edge crosses are masked.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _key_tiles(
     return acc, total, top, v_unit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_seq", "num_seqs", "window", "tables_stride"])  # they vary: no kernel per value
 def _prefill(
     out_ptr,  # [T, heads, V_DIM]
     q_ptr,  # [T, heads, K_DIM], last dimension contiguous
@@ -247,7 +247,7 @@ def _prefill(
         new_top = tl.maximum(top, sink)
         acc *= tl.exp2(top - new_top)[:, None]
         total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
-    acc /= tl.where(live, total, 1.0)[:, None]
+    acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     out_offset = (q_begin + query).to(tl.int64) * out_stride_t + head * out_stride_h
     out_mask = live[:, None] & (dv < V_DIM)[None, :]
     tl.store(out_ptr + out_offset[:, None] + dv[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)

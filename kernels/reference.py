@@ -106,7 +106,7 @@ def paged_attention(
     q = (query.to(compute) * scale).unflatten(1, (kv_heads, -1))  # [T, kv_heads, group, head_dim]
     if sinks is not None:
         sinks = sinks.to(compute).view(kv_heads, -1)
-    out = query.new_empty(*query.shape[:2], layer.v.tensor.shape[3])
+    out = query.new_zeros(*query.shape[:2], layer.v.tensor.shape[3])
     num_decodes = meta.num_decodes
     if num_decodes:
         out[:num_decodes] = _decode(q[:num_decodes], layer, meta, window, softcap, sinks)
@@ -114,9 +114,8 @@ def paged_attention(
     seq_lens = meta.seq_lens.tolist()
     for i in range(num_decodes, meta.num_seqs):
         rows = slice(starts[i], starts[i + 1])
-        if rows.stop > rows.start:
+        if rows.stop > rows.start and seq_lens[i]:
             out[rows] = _prefill(q[rows], layer, meta.block_tables[i], seq_lens[i], window, softcap, sinks)
-    out[starts[-1] :] = 0
     return out
 
 

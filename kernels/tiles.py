@@ -2,8 +2,8 @@
 
 Scores live in base 2 (`scale` carries log2 e), probabilities are exp2 of them. 8-bit codes meet the matrix unit as
 fp16, which holds every int8 and e4m3 value exactly; their scales are folded into scores and probabilities, so a code
-costs one conversion and nothing else. fp16 has little range, therefore rows of q are normalised by a power of two, probabilities
-by the largest `v_scale` met so far (the decay of the running maximum carries that at no extra cost).
+costs one conversion and nothing else. fp16 has little range, therefore rows of q are normalised by a power of two,
+probabilities by the largest `v_scale` met so far (the decay of the running maximum carries that at no extra cost).
 """
 
 from __future__ import annotations

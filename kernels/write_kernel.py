@@ -69,7 +69,7 @@ def _store_rows(
         tl.store(scale_ptr + block * scale_stride + row_in_block, tl.where(finite, scale, float("nan")), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # it varies: no kernel per value
 def _write_kv(
     key_ptr,  # [T, kv_heads, K_DIM], any strides
     value_ptr,  # [T, kv_heads, V_DIM], any strides

@@ -1,0 +1,207 @@
+"""Ragged attention cases on poisoned pages, and an independent fp64 attention to judge them by.
+
+Every slot that no live token owns holds NaN (codes: 127 under a NaN scale), block 0 included, so a kernel that reads
+one shows it. Pages are strided views into one row per block, as in the real cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_paged.kernels import reference
+from hf_paged.kernels.layout import AttentionMetadata, LayerKV, Pages, PlainPages, ScaledPages
+
+EIGHT_BIT = (torch.int8, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a case is made of; `q_lens[i] <= seq_lens[i]`, single queries first, seq_len 0 is a padded row."""
+
+    q_lens: tuple[int, ...] = (1, 1, 1)
+    seq_lens: tuple[int, ...] = (1, 37, 70)
+    kv_heads: int = 2
+    group: int = 1
+    head_dim: int = 64
+    v_head_dim: int | None = None
+    block_size: int = 16
+    k_format: torch.dtype = torch.float32
+    v_format: torch.dtype | None = None
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    scale: float = 0.2
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    query: Tensor
+    layer: LayerKV
+    meta: AttentionMetadata
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def empty_pages(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, format: torch.dtype) -> Pages:
+    """Poisoned pages whose blocks are 16 elements apart, so that a kernel must honour the stride."""
+
+    def rows(width: int, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.float8_e4m3fn:
+            return torch.full((num_blocks, width + 16), 127, dtype=torch.uint8).view(dtype)[:, :width]
+        poison = 127 if dtype == torch.int8 else float("nan")
+        return torch.full((num_blocks, width + 16), poison, dtype=dtype)[:, :width]
+
+    data = rows(kv_heads * block_size * head_dim, format).unflatten(1, (kv_heads, block_size, head_dim))
+    if format not in EIGHT_BIT:
+        return PlainPages(data=data)
+    scale = rows(kv_heads * block_size, torch.float16).unflatten(1, (kv_heads, block_size))
+    return ScaledPages(codes=data, scale=scale)
+
+
+def to_device(case: Case, device: str) -> Case:
+    """The same case elsewhere; page strides survive."""
+
+    def move(x: Tensor) -> Tensor:
+        out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        width = torch.uint8 if x.dtype == torch.float8_e4m3fn else x.dtype
+        out.view(width).copy_(x.view(width))
+        return out
+
+    def pages(p: Pages) -> Pages:
+        if isinstance(p, PlainPages):
+            return PlainPages(data=move(p.data))
+        return ScaledPages(codes=move(p.codes), scale=move(p.scale))
+
+    meta = case.meta
+    return Case(
+        query=case.query.to(device),
+        layer=LayerKV(k=pages(case.layer.k), v=pages(case.layer.v)),
+        meta=AttentionMetadata(
+            cu_seqlens_q=meta.cu_seqlens_q.to(device),
+            seq_lens=meta.seq_lens.to(device),
+            block_tables=meta.block_tables.to(device),
+            slot_mapping=meta.slot_mapping.to(device),
+            num_decodes=meta.num_decodes,
+            max_seqlen_q=meta.max_seqlen_q,
+            max_seq_len=meta.max_seq_len,
+        ),
+        options={k: v.to(device) if isinstance(v, Tensor) else v for k, v in case.options.items()},
+    )
+
+
+def make_case(shape: Shape, seed: int = 0) -> Case:
+    """Random K, V and queries of ragged sequences, K and V stored through the reference; built on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    v_dim = shape.v_head_dim or shape.head_dim
+    bs = shape.block_size
+    blocks_needed = [-(-n // bs) for n in shape.seq_lens]
+    num_blocks = sum(blocks_needed) + 1
+    ids = torch.randperm(num_blocks - 1, generator=generator) + 1
+    tables = torch.zeros(len(shape.seq_lens), max(*blocks_needed, 1) + 1, dtype=torch.int32)
+    for i, blocks in enumerate(ids.split(blocks_needed)):
+        tables[i, : len(blocks)] = blocks
+    layer = LayerKV(
+        k=empty_pages(num_blocks, shape.kv_heads, bs, shape.head_dim, shape.k_format),
+        v=empty_pages(num_blocks, shape.kv_heads, bs, v_dim, shape.v_format or shape.k_format),
+    )
+    all_slots = []
+    for table, seq_len, q_len in zip(tables, shape.seq_lens, shape.q_lens, strict=True):
+        position = torch.arange(seq_len)
+        slots = table[position // bs].long() * bs + position % bs
+        oldest = max(seq_len - q_len - shape.window + 1, 0) if shape.window else 0  # older blocks were freed
+        slots = torch.where(position < oldest // bs * bs, -1, slots)
+        table[: oldest // bs] = 0
+        all_slots.append(slots)
+    total = sum(shape.seq_lens)
+    # an offset on V makes a wrong softmax denominator visible, an outlier channel a wrong scale
+    key = randn(total, shape.kv_heads, shape.head_dim)
+    key[..., 3] *= 10
+    reference.write_kv(layer, key, randn(total, shape.kv_heads, v_dim) + 0.5, torch.cat(all_slots))
+    cu_seqlens = torch.tensor([0, *shape.q_lens]).cumsum(0).to(torch.int32)
+    num_decodes = 0
+    while num_decodes < len(shape.q_lens) and shape.q_lens[num_decodes] == 1:
+        num_decodes += 1
+    meta = AttentionMetadata(
+        cu_seqlens_q=cu_seqlens,
+        seq_lens=torch.tensor(shape.seq_lens, dtype=torch.int32),
+        block_tables=tables,
+        slot_mapping=torch.cat([s[len(s) - n :] for s, n in zip(all_slots, shape.q_lens, strict=True)]),
+        num_decodes=num_decodes,
+        max_seqlen_q=max(shape.q_lens),
+        max_seq_len=max(shape.seq_lens),
+    )
+    heads = shape.kv_heads * shape.group
+    case = Case(
+        query=randn(int(cu_seqlens[-1]), heads, shape.head_dim).to(shape.dtype),
+        layer=layer,
+        meta=meta,
+        options={
+            "scale": shape.scale,
+            "window": shape.window,
+            "softcap": shape.softcap,
+            "sinks": randn(heads) if shape.sinks else None,
+        },
+    )
+    return to_device(case, shape.device) if shape.device != "cpu" else case
+
+
+def stored_values(pages: Pages, table: Tensor, seq_len: int) -> Tensor:
+    """What the pages hold for one sequence, token by token in fp64: `[seq_len, kv_heads, head_dim]`."""
+    values = []
+    for position in range(seq_len):
+        block, offset = divmod(position, pages.tensor.shape[2])
+        row = pages.tensor[int(table[block]), :, offset].double()
+        if isinstance(pages, ScaledPages):
+            row = row * pages.scale[int(table[block]), :, offset, None].double()
+        values.append(row)
+    return torch.stack(values)
+
+
+def dense_attention(case: Case) -> Tensor:
+    """fp64 attention query by query and head by head, sharing no code with the package."""
+    meta, options = case.meta, case.options
+    kv_heads = case.layer.k.tensor.shape[1]
+    group = case.query.shape[1] // kv_heads
+    out = torch.zeros(*case.query.shape[:2], case.layer.v.tensor.shape[3], dtype=torch.float64)
+    for i, seq_len in enumerate(meta.seq_lens.tolist()):
+        begin, end = meta.cu_seqlens_q[i : i + 2].tolist()
+        if seq_len == 0:
+            continue
+        k = stored_values(case.layer.k, meta.block_tables[i], seq_len)
+        v = stored_values(case.layer.v, meta.block_tables[i], seq_len)
+        for row in range(begin, end):
+            position = seq_len - (end - row)
+            first = max(position - options["window"] + 1, 0) if options["window"] else 0
+            for head in range(case.query.shape[1]):
+                keys, values = k[first : position + 1, head // group], v[first : position + 1, head // group]
+                scores = keys @ case.query[row, head].double() * options["scale"]
+                if options["softcap"]:
+                    scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+                weights = scores.exp()
+                denominator = weights.sum()
+                if options["sinks"] is not None:
+                    denominator = denominator + options["sinks"][head].double().exp()
+                out[row, head] = weights @ values / denominator
+    return out
+
+
+def tolerance(shape: Shape) -> float:
+    """Absolute error allowed on outputs of magnitude up to about 4.
+
+    fp32: 32 roundings of the largest value. 16 bits: probabilities and the output are rounded once each, 2^-11 (fp16)
+    or 2^-8 (bf16) relative. 8-bit codes are exact in fp16, so q and probabilities in fp16 are the only rounding beside
+    the output's own. Scores of q itself in fp16 add |score| * 2^-11 in the exponent, |score| <= 16 here.
+    """
+    if shape.dtype == torch.float32:
+        return 4 * 32 * 2**-23
+    step = 2**-8 if torch.bfloat16 in (shape.dtype, shape.k_format) else 2**-11
+    return 4 * 2 * step

@@ -1,0 +1,235 @@
+"""The Triton attention kernels against the plain-torch definition, in the interpreter on a CPU and compiled on a GPU.
+
+Outputs start as NaN and unused slots hold NaN, so a row not written or a slot wrongly read shows. The interpreter has
+no bf16 dot: bf16 pages run on the GPU only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import Case, Shape, empty_pages, make_case, to_device, tolerance
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+from hf_paged.kernels import reference
+from hf_paged.kernels.decode_attention import DecodeConfig, decode_attention
+from hf_paged.kernels.layout import AttentionMetadata, LayerKV, PlainPages, ScaledPages
+from hf_paged.kernels.paged_attention import paged_attention
+from hf_paged.kernels.prefill_attention import PrefillConfig, prefill_attention
+from hf_paged.kernels.reshape_and_cache import write_kv
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+HALF = {"dtype": torch.float16, "k_format": torch.float16}
+INT8 = {"dtype": torch.float16, "k_format": torch.int8}
+FP8 = {"dtype": torch.float16, "k_format": torch.float8_e4m3fn}
+
+FEATURES = {
+    "fp32": Shape(),
+    "fp32 gqa window": Shape(group=4, window=20, block_size=32),
+    "window wider than context": Shape(window=500, head_dim=32),
+    "window of a few tokens": Shape(window=3),
+    "odd head_dim and v narrower": Shape(head_dim=80, v_head_dim=32, group=7),
+    "softcap and sinks": Shape(softcap=5.0, sinks=True, group=2, head_dim=32),
+    "sinks and window": Shape(sinks=True, window=33, head_dim=32, group=2),
+    "fp16": Shape(**HALF, group=2),
+    "int8": Shape(**INT8, group=4),
+    "fp8": Shape(**FP8, group=2),
+    "int8 keys, fp8 values, softcap": Shape(**INT8, v_format=torch.float8_e4m3fn, softcap=20.0, sinks=True),
+    "int8 keys, plain values, window": Shape(**INT8, v_format=torch.float16, window=20, head_dim=96),
+    "plain keys, fp8 values": Shape(dtype=torch.float16, k_format=torch.float16, v_format=torch.float8_e4m3fn),
+    "fp32 queries on int8": Shape(k_format=torch.int8, group=2),
+}
+DECODES = {"q_lens": (1, 1, 1, 1), "seq_lens": (1, 0, 37, 80)}
+PREFILLS = {"q_lens": (1, 1, 37, 3, 1, 20), "seq_lens": (5, 9, 37, 50, 33, 75)}
+
+
+def expected(case: Case) -> Tensor:
+    return reference.paged_attention(case.query, case.layer, case.meta, **case.options)
+
+
+def run_decode(case: Case, config: DecodeConfig | None = None) -> Tensor:
+    case = to_device(case, DEVICE)
+    out = case.query.new_full((*case.query.shape[:2], case.layer.v.tensor.shape[3]), float("nan"))
+    decode_attention(case.query, case.layer, case.meta, out, **case.options, config=config)
+    return out.cpu()
+
+
+def run_prefill(case: Case, config: PrefillConfig | None = None) -> Tensor:
+    case = to_device(case, DEVICE)
+    out = case.query.new_full((*case.query.shape[:2], case.layer.v.tensor.shape[3]), float("nan"))
+    prefill_attention(case.query, case.layer, case.meta, out, **case.options, config=config)
+    return out.cpu()[case.meta.num_decodes :]
+
+
+def check(result: Tensor, want: Tensor, shape: Shape) -> None:
+    """Error against the format's step, and scale: a lost factor passes no tolerance by luck."""
+    torch.testing.assert_close(result.float(), want.float(), rtol=0, atol=tolerance(shape))
+    assert result.float().norm() == pytest.approx(want.float().norm(), rel=2**-6)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("name", FEATURES)
+def test_decode_equals_the_definition(name: str, num_splits: int) -> None:
+    shape = replace(FEATURES[name], **DECODES)
+    case = make_case(shape)
+    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=num_splits)
+    check(run_decode(case, config), expected(case), shape)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_prefill_equals_the_definition_and_leaves_decodes_alone(name: str) -> None:
+    shape = replace(FEATURES[name], **PREFILLS)
+    case = make_case(shape)
+    config = PrefillConfig(rows=32, tile=32, num_warps=4, num_stages=2)
+    check(run_prefill(case, config), expected(case)[case.meta.num_decodes :], shape)
+
+
+def test_padded_rows_of_a_captured_batch_become_zeros() -> None:
+    """A graph replays rows that hold no sequence: they must neither read the null block nor keep old memory."""
+    case = make_case(Shape(q_lens=(1, 1, 1), seq_lens=(0, 20, 0), group=2))
+    for num_splits in (1, 2):
+        result = run_decode(case, DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=num_splits))
+        assert (result[[0, 2]] == 0).all() and (result[1] != 0).any()
+
+
+def test_more_splits_than_tiles_leave_idle_programs_unread() -> None:
+    """A captured graph is sized for its longest sequence; the partial results of idle programs are uninitialised."""
+    shape = Shape(q_lens=(1, 1), seq_lens=(17, 70), group=2)
+    case = make_case(shape)
+    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=40)
+    check(run_decode(case, config), expected(case), shape)
+
+
+def test_the_range_of_queries_and_scales_does_not_overflow_fp16() -> None:
+    """8-bit codes are multiplied in fp16; queries of 1e6 and scales of 1e-6 or 1e3 must survive it."""
+    for q_factor, v_factor in ((1e6, 1e-4), (1e-6, 3e4)):
+        shape = Shape(k_format=torch.int8, dtype=torch.bfloat16, group=2, scale=0.2 / q_factor, **DECODES)
+        case = make_case(shape)
+        assert isinstance(case.layer.v, ScaledPages)
+        case.layer.v.scale.mul_(v_factor)
+        case.query.mul_(q_factor)
+        want = expected(case).float() / v_factor
+        config = DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=2)
+        check(run_decode(case, config).float() / v_factor, want, shape)
+        check(run_prefill(replace(case, meta=replace(case.meta, num_decodes=0))).float() / v_factor, want, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size"),
+    [(64, 8, 16), (80, 7, 32), (96, 4, 128), (128, 1, 32), (128, 4, 16), (128, 8, 128), (256, 4, 32)],
+)  # every value of each, not every combination: compiling is what costs
+@pytest.mark.parametrize("format", [torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float32])
+def test_mixed_batches_on_the_gpu(format: torch.dtype, group: int, head_dim: int, block_size: int) -> None:
+    """The launch choices of every shape that models use, decodes and prefills in one call."""
+    shape = Shape(
+        q_lens=(1, 1, 1, 1, 300, 129, 1, 2),
+        seq_lens=(1, 1000, 0, 257, 300, 700, 64, 65),
+        group=group,
+        head_dim=head_dim,
+        block_size=block_size,
+        k_format=format,
+        dtype=torch.float32 if format == torch.float32 else torch.bfloat16,
+    )
+    case = to_device(make_case(shape), "cuda")
+    check(paged_attention(case.query, case.layer, case.meta, **case.options), expected(case), shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"window": 100}, {"window": 5000}, {"softcap": 5.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize(("format", "dims"), [(torch.bfloat16, (192, 128)), (torch.int8, (128, 128))], ids=str)
+def test_features_on_the_gpu(dims: tuple[int, int], format: torch.dtype, options: dict) -> None:
+    shape = Shape(
+        q_lens=(1, 1, 1, 400, 129),
+        seq_lens=(3000, 90, 257, 400, 1700),
+        group=4,
+        head_dim=dims[0],
+        v_head_dim=dims[1],
+        block_size=32,
+        k_format=format,
+        dtype=torch.bfloat16,
+        **options,
+    )
+    case = to_device(make_case(shape), "cuda")
+    check(paged_attention(case.query, case.layer, case.meta, **case.options), expected(case), shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", [torch.bfloat16, torch.int8])
+def test_a_captured_decode_serves_every_length_up_to_its_bound(format: torch.dtype) -> None:
+    shape = Shape(q_lens=(1,) * 4, seq_lens=(2000, 1, 333, 1024), group=4, head_dim=128, block_size=32, k_format=format)
+    shape = replace(shape, dtype=torch.bfloat16)
+    case = to_device(make_case(shape), "cuda")
+    meta = replace(case.meta, max_seq_len=4096)
+    paged_attention(case.query, case.layer, meta, **case.options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(case.query, case.layer, meta, **case.options)
+    for lens in ((2000, 1, 333, 1024), (5, 0, 32, 1000), (0, 0, 0, 0), (1999, 1, 1, 31)):
+        meta.seq_lens.copy_(torch.tensor(lens))
+        graph.replay()
+        check(out, expected(case), shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", [torch.bfloat16, torch.int8])
+def test_pages_beyond_2_to_31_elements_are_addressed_in_64_bits(format: torch.dtype) -> None:
+    """int32 offsets wrap beyond 2 GiB of pages; the same sequence in low blocks is the control."""
+    stride, kv_heads, block_size, head_dim = 1 << 27, 2, 32, 128
+    size = kv_heads * block_size * head_dim
+    storage = torch.empty(19 * stride + size, dtype=format, device="cuda")  # 2.5e9 elements
+    data = storage.as_strided((20, kv_heads, block_size, head_dim), (stride, block_size * head_dim, head_dim, 1))
+    small = make_case(Shape(q_lens=(1, 1), seq_lens=(64, 64), head_dim=head_dim, block_size=block_size))
+    scale = torch.zeros(20, kv_heads, block_size, dtype=torch.float16, device="cuda")
+    pages = ScaledPages(codes=data, scale=scale) if format == torch.int8 else PlainPages(data=data)
+    layer = LayerKV(k=pages, v=pages)
+    tables = torch.tensor([[1, 2], [18, 19]], dtype=torch.int32, device="cuda")
+    rows = torch.randn(64, kv_heads, head_dim, device="cuda")
+    slots = (tables.long()[:, :, None] * block_size + torch.arange(block_size, device="cuda")).flatten(1)
+    query = small.query[:1].cuda().to(torch.bfloat16)
+    for row in slots:
+        write_kv(layer, rows, rows, row)
+    for q_lens, num_decodes in (((1, 1), 2), ((2, 2), 0)):
+        meta = AttentionMetadata(
+            cu_seqlens_q=torch.tensor([0, *q_lens], device="cuda").cumsum(0).to(torch.int32),
+            seq_lens=torch.tensor([64, 64], dtype=torch.int32, device="cuda"),
+            block_tables=tables,
+            slot_mapping=slots.flatten()[: sum(q_lens)],
+            num_decodes=num_decodes,
+            max_seqlen_q=q_lens[0],
+            max_seq_len=64,
+        )
+        result = paged_attention(query.expand(sum(q_lens), -1, -1), layer, meta, scale=0.1)
+        low, high = result.chunk(2)
+        assert torch.equal(low, high)
+        plain = torch.softmax(query[0, :1].float() @ reference_keys(pages, 1, 2).T * 0.1, -1) @ reference_keys(
+            pages, 1, 2
+        )
+        torch.testing.assert_close(low[-1, :1].float(), plain, rtol=0, atol=4 * 2**-8)
+
+
+def reference_keys(pages: PlainPages | ScaledPages, *blocks: int) -> Tensor:
+    """Stored values of KV head 0 in `blocks`, fp32."""
+    rows = torch.cat([pages.tensor[b, 0].float() for b in blocks])
+    return (
+        rows * torch.cat([pages.scale[b, 0] for b in blocks]).float()[:, None]
+        if isinstance(pages, ScaledPages)
+        else rows
+    )
+
+
+def test_pages_and_queries_may_be_strided_views() -> None:
+    """The engine hands in slices of a fused projection; only the last dimension is contiguous."""
+    shape = Shape(q_lens=(1, 1), seq_lens=(20, 33), group=2)
+    case = make_case(shape)
+    wide = torch.full((2, 9, 64), float("nan"))
+    wide[:, 3:7] = case.query
+    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=1)
+    check(run_decode(replace(case, query=wide[:, 3:7]), config), expected(case), shape)
+    assert empty_pages(2, 2, 16, 64, torch.float32).tensor.stride(0) > 2 * 16 * 64
