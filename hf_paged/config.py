@@ -8,7 +8,7 @@ the value and what is allowed. "auto" and `None` are resolved by the engine, whi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NoReturn
 
@@ -132,9 +132,9 @@ def check_bool(name: str, value: object) -> None:
 
 
 def _layer_indices(value: object) -> tuple[int, ...]:
-    if isinstance(value, str) or not hasattr(value, "__iter__"):
+    if isinstance(value, str) or not isinstance(value, Iterable):
         refuse("skip_layers", value, "a sequence of layer indices")
     layers = tuple(value)
-    for layer in layers:
-        check_int("skip_layers", layer, minimum=0)
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 for layer in layers):
+        refuse("skip_layers", value, "a sequence of layer indices, integers >= 0")
     return layers

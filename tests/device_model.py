@@ -7,7 +7,7 @@ of the last key's digest. So a request must produce what `reference_output` comp
 
 from __future__ import annotations
 
-from hf_paged.request import Request, SchedulerOutput
+from hf_paged.request import Request, ScheduledRequest, SchedulerOutput
 
 VOCAB = 12
 EOS = 0
@@ -62,9 +62,7 @@ class Device:
         self._copy(self.pages, self.pages, output.block_copies)
         for request in output.admitted:
             self.rows[request.row] = (request, None)
-        steps = [
-            (entry, self._keys(entry.request, entry.start + entry.num_scheduled_tokens)) for entry in output.scheduled
-        ]
+        steps = [(entry, self._keys(entry)) for entry in output.scheduled]
         for entry, keys in steps:
             self._attend(entry.request, keys[: entry.start], entry.start)
         written: set[tuple[int, int]] = set()
@@ -83,16 +81,15 @@ class Device:
         for start, end in [(list(source[start]), end) for start, end in pairs]:
             destination[end] = start
 
-    def _keys(self, request: Request, end: int) -> list[int]:
-        """Keys of positions below `end`, from tokens that the host sends or the row of the request holds."""
+    def _keys(self, entry: ScheduledRequest) -> list[int]:
+        """Keys up to the step's last position, from tokens that the host sends or the row of the request holds."""
+        request, end = entry.request, entry.start + entry.num_scheduled_tokens
         tokens = self.true_tokens.setdefault(request, list(request.prompt_token_ids))
         assert tokens[: len(request.token_ids)] == request.token_ids, "the host and the device disagree on known tokens"
         owner, last = self.rows[request.row]
         assert owner is request, "the row belongs to somebody else, or was not set up"
         if end > len(request.token_ids):
-            assert end == len(tokens) == len(request.token_ids) + 1, (
-                "only the one token in flight may be fed on the device"
-            )
+            assert entry.start + 1 == end == len(tokens), "only the token sampled last may be fed on the device"
             assert last == tokens[-1], "the row does not hold the token in flight"
         return digests(tokens[:end])
 

@@ -30,8 +30,8 @@ from hf_paged.scheduler import Scheduler
 
 BLOCK_SIZE = 4  # smaller than a user may choose: block boundaries come up at every turn
 WINDOWS: list[list[int | None]] = [[None], [None], [5], [1], [None, 6], [4, None, 9], [None, None]]
-# How a step's tokens reach the scheduler: one step later, at once, or held back until all rows have theirs.
-MODES = ("async", "async", "sync", "lockstep")
+# How late a step's tokens reach the scheduler, in steps; in lockstep they are held back until all rows have theirs.
+DEPTHS = {"sync": 0, "async": 1, "deep": 2, "lockstep": 0}
 
 happened: Counter[str] = Counter()
 
@@ -40,7 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**20),
         windows=st.sampled_from(WINDOWS),
-        mode=st.sampled_from(MODES),
+        mode=st.sampled_from(list(DEPTHS)),
         num_blocks=st.integers(8, 30),
         num_cpu_blocks=st.sampled_from([0, 0, 4, 30]),
         budget=st.sampled_from([1, 3, 8, 16, 64]),
@@ -73,7 +73,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.pending: list[tuple[SchedulerOutput, list[int | None]]] = []
         self.held: dict[Request, int] = {}
-        self.themes = [[self.random.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
+        theme = [self.random.randrange(VOCAB) for _ in range(40)]
+        self.themes = [theme, [EOS + 1 + theme[0] % 3, *theme[1:]]]  # equal blocks behind another beginning
 
     # ---- rules -------------------------------------------------------------------------------------------------------
 
@@ -105,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.requests.append(request)
             params = replace(params, max_tokens=None if max_tokens is None else max_tokens + 1, prompt_logprobs=None)
 
-    @precondition(lambda self: len(self.pending) <= (self.mode == "async"))
+    @precondition(lambda self: len(self.pending) <= DEPTHS[self.mode])
     @rule()
     def launch(self) -> None:
         preempted = self.scheduler.num_recompute_preemptions
@@ -205,7 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _turn(self) -> None:
         """One turn of an engine's loop: launch the next step, then read the tokens of the one before."""
-        depth = 1 if self.mode == "async" else 0
+        depth = DEPTHS[self.mode]
         if len(self.pending) <= depth:
             self.launch()
         if len(self.pending) > depth or (self.pending and not self.scheduler.has_work) or self.random.random() < 0.3:
