@@ -1,7 +1,6 @@
 """Triton kernel that quantizes and stores the K and V rows of a step in one launch.
 
-One program stores `ROWS` (token, KV head) rows of K or of V. Codes and scales equal `reference.quantize_rows` bit for
-bit: divisions are IEEE, int8 rounds half to even. fp8 needs compute capability 8.9 (e4m3 conversion in hardware).
+One program stores `ROWS` (token, KV head) rows of K or of V, see `store_tile.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_paged.kernels.layout import LayerKV, Pages, PlainPages
+from hf_paged.kernels.store_tile import store_tile
 
 ROWS = 16
 
@@ -46,27 +46,8 @@ def _store_rows(
     x_offset = token.to(tl.int64) * x_stride_t + head * x_stride_h
     x = tl.load(x_ptr + x_offset[:, None] + d[None, :] * x_stride_d, mask=mask, other=0.0)
     page_offset = block * page_stride + row_in_block * HEAD_DIM
-    if CODE_MAX == 0:
-        tl.store(pages_ptr + page_offset[:, None] + d[None, :], x.to(pages_ptr.dtype.element_ty), mask=mask)
-    else:
-        x = x.to(tl.float32)
-        # integer maximum of the magnitude's bits: unlike tl.max on floats it keeps a NaN, which sorts above inf
-        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-        exact = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full([ROWS], CODE_MAX, tl.float32))
-        finite = exact <= 65504.0
-        exact = tl.where(finite, exact, 0.0)
-        nearest = exact.to(tl.float16)
-        rounded_down = nearest.to(tl.float32) < exact
-        scale = (nearest.to(tl.int16, bitcast=True) + rounded_down.to(tl.int16)).to(tl.float16, bitcast=True)
-        divisor = tl.where(scale > 0, scale.to(tl.float32), 1.0)
-        codes = tl.div_rn(tl.where(finite[:, None], x, 0.0), tl.broadcast_to(divisor[:, None], [ROWS, BLOCK_D]))
-        if pages_ptr.dtype.element_ty == tl.int8:
-            # adding 1.5 * 2^23 leaves no fraction bits: the sum is rounded half to even by the adder
-            codes = ((codes + 12582912.0) - 12582912.0).to(tl.int8)
-        else:
-            codes = codes.to(pages_ptr.dtype.element_ty)
-        tl.store(pages_ptr + page_offset[:, None] + d[None, :], codes, mask=mask)
-        tl.store(scale_ptr + block * scale_stride + row_in_block, tl.where(finite, scale, float("nan")), mask=live)
+    scale_offset = block * scale_stride + row_in_block
+    store_tile(x, mask, live, pages_ptr, scale_ptr, page_offset, scale_offset, d, CODE_MAX)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # it varies: no kernel per value
@@ -144,7 +125,7 @@ def write_kv(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -
     tokens, kv_heads = key.shape[:2]
     if tokens == 0:
         return
-    (k_data, k_scale, k_max), (v_data, v_scale, v_max) = _parts(layer.k), _parts(layer.v)
+    (k_data, k_scale, k_max), (v_data, v_scale, v_max) = page_parts(layer.k), page_parts(layer.v)
     k_dim, v_dim = key.shape[2], value.shape[2]
     grid = (triton.cdiv(tokens * kv_heads, ROWS), 2)
     _write_kv[grid](
@@ -175,7 +156,7 @@ def write_kv(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -
     )
 
 
-def _parts(pages: Pages) -> tuple[Tensor, Tensor, float]:
+def page_parts(pages: Pages) -> tuple[Tensor, Tensor, float]:
     """Data, scale (the data again where there is none, never read) and largest code (0: values, not codes)."""
     if isinstance(pages, PlainPages):
         return pages.data, pages.data, 0.0

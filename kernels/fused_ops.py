@@ -1,0 +1,66 @@
+"""The fused operations of a decoder layer: Triton on a GPU, plain torch elsewhere. `reference_fused.py` defines them.
+
+Nothing synchronises and the only allocations are the results, so all of them can be captured in a CUDA graph. They are
+for inference: no gradients.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hf_paged.kernels import reference_fused
+from hf_paged.kernels.layout import LayerKV
+from hf_paged.kernels.reference_fused import RMSNorm, Rope
+
+
+def rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
+    """`x` `[..., N]` normalised over its last dimension."""
+    if not x.is_cuda:
+        return reference_fused.rms_norm(x, norm)
+    from hf_paged.kernels.rms_norm import rms_norm as launch  # Triton exists on Linux only
+
+    return launch(x, norm)
+
+
+def add_rms_norm(
+    delta: Tensor, residual: Tensor, norm: RMSNorm | None, post: RMSNorm | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(s, norm(s)) with s = residual + post(delta); all `[..., N]`."""
+    if norm is None and post is None:
+        return residual + delta, None
+    if not delta.is_cuda:
+        return reference_fused.add_rms_norm(delta, residual, norm, post)
+    from hf_paged.kernels.rms_norm import add_rms_norm as launch
+
+    return launch(delta, residual, norm, post)
+
+
+def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """act(gate) * up, both `[..., N]`, rows of any stride."""
+    if not gate.is_cuda:
+        return reference_fused.gated_activation(gate, up, kind)
+    from hf_paged.kernels.gated_activation import gated_activation as launch
+
+    return launch(gate, up, kind)
+
+
+def rope_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer: LayerKV,
+    slot_mapping: Tensor,
+    *,
+    rope: Rope,
+    q_norm: RMSNorm | None = None,
+    k_norm: RMSNorm | None = None,
+) -> Tensor:
+    """Rotate query and key, store key and value in the pages; the rotated query `[T, heads, head_dim]`."""
+    options = {"rope": rope, "q_norm": q_norm, "k_norm": k_norm}
+    if not query.is_cuda:
+        return reference_fused.rope_write(query, key, value, cos, sin, layer, slot_mapping, **options)
+    from hf_paged.kernels.rope_write import rope_write as launch
+
+    return launch(query, key, value, cos, sin, layer, slot_mapping, **options)

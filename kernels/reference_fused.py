@@ -1,0 +1,124 @@
+"""The plain-torch definition of the fused kernels: RMSNorm with its residual, gated activation, RoPE and page write.
+
+Each is the sequence of small operations that a Transformers model runs, in the same order and with the same roundings,
+but for RoPE, which is computed in fp32 and rounded once (models differ there). `fused_ops.py` picks the kernel or this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_paged.kernels import reference
+from hf_paged.kernels.layout import LayerKV
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RMSNorm:
+    """y = x / sqrt(mean(x^2) + eps) * (offset + weight), normalised in fp32 over the last dimension.
+
+    `cast_first`: the normalised value is rounded to the dtype of x *before* the weight multiplies it (Llama); otherwise
+    after (Gemma, whose weights are also stored minus one: offset 1).
+    """
+
+    weight: Tensor  # [N], dtype of x
+    eps: float
+    offset: float
+    cast_first: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Which channels rotate by which angles. Channel pairs are (i, i + rotary_dim / 2), interleaved (2i, 2i + 1)."""
+
+    rotary_dim: int  # leading channels that rotate, even; the others pass; 0 = no rotation
+    interleaved: bool = False
+    angle_step: int = 1  # pair i reads column i * angle_step of cos and sin: 2 where a table holds each angle twice
+
+
+def rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
+    """`x` `[..., N]` normalised, in its dtype."""
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.cast_first:
+        return (norm.weight + norm.offset if norm.offset else norm.weight) * h.to(x.dtype)
+    return (h * (norm.offset + norm.weight.float())).to(x.dtype)
+
+
+def add_rms_norm(
+    delta: Tensor, residual: Tensor, norm: RMSNorm | None, post: RMSNorm | None
+) -> tuple[Tensor, Tensor | None]:
+    """The residual stream after a sub-layer and what the next one reads: (s, norm(s)) with s = residual + post(delta).
+
+    Args:
+        delta: `[..., N]`, what the sub-layer gives.
+        norm: None = no second result.
+        post: None = identity (Gemma 2 and OLMo 2 have one).
+    """
+    total = residual + (delta if post is None else rms_norm(delta, post))
+    return total, None if norm is None else rms_norm(total, norm)
+
+
+def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """act(gate) * up, both `[..., N]`; `kind` is a key of `ACTIVATIONS`."""
+    return ACTIVATIONS[kind](gate) * up
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
+    """`x` `[T, heads, head_dim]` rotated by the angles of `cos`, `sin` `[T, columns]`; fp32 inside, rounded once."""
+    if rope.rotary_dim == 0:
+        return x
+    compute = torch.promote_types(x.dtype, torch.float32)
+    half = rope.rotary_dim // 2
+    columns = slice(0, half * rope.angle_step, rope.angle_step)
+    c, s = (table[:, columns].unsqueeze(1).to(compute) for table in (cos, sin))
+    head, tail = x[..., : rope.rotary_dim].to(compute), x[..., rope.rotary_dim :]
+    first, second = (head[..., 0::2], head[..., 1::2]) if rope.interleaved else head.split(half, -1)
+    pair = (first * c - second * s, second * c + first * s)
+    rotated = torch.stack(pair, -1).flatten(-2) if rope.interleaved else torch.cat(pair, -1)
+    return torch.cat((rotated.to(x.dtype), tail), -1)
+
+
+def rope_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer: LayerKV,
+    slot_mapping: Tensor,
+    *,
+    rope: Rope,
+    q_norm: RMSNorm | None = None,
+    k_norm: RMSNorm | None = None,
+) -> Tensor:
+    """Normalise and rotate `query` and `key`, store `key` and `value` in the pages, return the query.
+
+    K is rounded to its dtype after the rotation and then stored as `reference.write_kv` does, so the codes are those
+    of the unfused sequence of operations on the same rotated values. (K smoothing will apply between the two.)
+
+    Args:
+        query: `[T, heads, head_dim]`; key `[T, kv_heads, head_dim]`; value `[T, kv_heads, v_head_dim]`; any strides
+            with contiguous channels, so they may be parts of one projection.
+        cos, sin: `[T, columns]` from the model's own rotary module; not read when `rope.rotary_dim` is 0.
+        slot_mapping: `[T]` int64, -1 = do not write (the query is computed all the same).
+        q_norm, k_norm: per head, before the rotation; both or none, alike but for their weights.
+
+    Returns:
+        `[T, heads, head_dim]`, contiguous, in the dtype of `query`.
+    """
+    if q_norm is not None and k_norm is not None:
+        query, key = rms_norm(query, q_norm), rms_norm(key, k_norm)
+    reference.write_kv(layer, rotate(key, cos, sin, rope), value, slot_mapping)
+    return rotate(query, cos, sin, rope).contiguous()

@@ -1,0 +1,233 @@
+"""Triton kernel between the QKV projection and attention: norm, RoPE, quantize and page write, one launch.
+
+The grid is (token, tile of heads): first the tiles of Q, then of K, then of V. A channel's partner in the rotation is
+read a second time (it is in L1), so one code path serves halves, interleaved pairs and partial rotation of any size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_paged.kernels.layout import LayerKV
+from hf_paged.kernels.reference_fused import RMSNorm, Rope
+from hf_paged.kernels.rms_norm import weigh
+from hf_paged.kernels.store_tile import store_tile
+from hf_paged.kernels.write_kernel import page_parts
+
+_FEW_TOKENS = 64  # up to here small tiles: more programs for the same work
+_TILE = (512, 2048)  # elements of a tile for few and for many tokens
+
+
+@triton.jit
+def _rotated_rows(
+    x_ptr,  # one token's heads
+    at,  # [ROWS] int64, offset of each head
+    keep,  # [ROWS]
+    d,  # [BLOCK_D]
+    weight_ptr,  # [HEAD_DIM]
+    cos_ptr,  # [columns], one token's
+    sin_ptr,  # [columns]
+    eps,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ANGLE_STEP: tl.constexpr,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+):
+    """Heads `[ROWS, BLOCK_D]` of one token, normalised, rotated and rounded to their dtype; zero beyond HEAD_DIM."""
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    mask = keep[:, None] & (d < HEAD_DIM)[None, :]
+    x = tl.load(x_ptr + at[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        weight = tl.load(weight_ptr + d, mask=d < HEAD_DIM, other=0.0)[None, :]
+        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+        x = weigh(x * scale, weight, OFFSET, CAST_FIRST, DTYPE)
+    if ROTARY_DIM > 0:
+        HALF: tl.constexpr = ROTARY_DIM // 2
+        turns = d < ROTARY_DIM
+        if INTERLEAVED:
+            first = d % 2 == 0
+            partner = tl.where(first, d + 1, d - 1)
+            angle = d // 2 * ANGLE_STEP
+        else:
+            first = d < HALF
+            partner = tl.where(first, d + HALF, d - HALF)
+            angle = d % HALF * ANGLE_STEP
+        y_mask = keep[:, None] & turns[None, :]
+        y = tl.load(x_ptr + at[:, None] + partner[None, :], mask=y_mask, other=0.0).to(tl.float32)
+        if NORM:
+            weight = tl.load(weight_ptr + partner, mask=turns, other=0.0)[None, :]
+            y = weigh(y * scale, weight, OFFSET, CAST_FIRST, DTYPE)
+        cos = tl.load(cos_ptr + angle, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angle, mask=turns, other=0.0).to(tl.float32)
+        x = x * cos[None, :] + y * tl.where(first, -sin, sin)[None, :]
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _rope_write(
+    q_ptr,  # [T, Q_HEADS, HEAD_DIM], contiguous channels
+    k_ptr,  # [T, KV_HEADS, HEAD_DIM], contiguous channels
+    v_ptr,  # [T, KV_HEADS, V_DIM], contiguous channels
+    cos_ptr,  # [T, columns]
+    sin_ptr,  # [T, columns]
+    q_weight_ptr,  # [HEAD_DIM]
+    k_weight_ptr,  # [HEAD_DIM]
+    out_ptr,  # [T, Q_HEADS, HEAD_DIM]
+    k_pages_ptr,  # [num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM]
+    k_scale_ptr,  # [num_blocks, KV_HEADS, BLOCK_SIZE] fp16
+    v_pages_ptr,  # [num_blocks, KV_HEADS, BLOCK_SIZE, V_DIM]
+    v_scale_ptr,  # [num_blocks, KV_HEADS, BLOCK_SIZE] fp16
+    slot_ptr,  # [T] int64
+    q_stride_t,
+    q_stride_h,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    angle_stride_t,
+    k_stride,
+    k_scale_stride,
+    v_stride,
+    v_scale_stride,
+    q_eps,
+    k_eps,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    Q_ROWS: tl.constexpr,
+    KV_ROWS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ANGLE_STEP: tl.constexpr,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    K_CODE_MAX: tl.constexpr,
+    V_CODE_MAX: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    Q_TILES: tl.constexpr = (Q_HEADS + Q_ROWS - 1) // Q_ROWS
+    KV_TILES: tl.constexpr = (KV_HEADS + KV_ROWS - 1) // KV_ROWS
+    d = tl.arange(0, BLOCK_D)
+    cos_ptr += token * angle_stride_t
+    sin_ptr += token * angle_stride_t
+    if tile < Q_TILES:
+        head = tile * Q_ROWS + tl.arange(0, Q_ROWS)
+        keep = head < Q_HEADS
+        at = token * q_stride_t + head.to(tl.int64) * q_stride_h
+        x = _rotated_rows(
+            q_ptr, at, keep, d, q_weight_ptr, cos_ptr, sin_ptr, q_eps,
+            HEAD_DIM, ROTARY_DIM, INTERLEAVED, ANGLE_STEP, NORM, OFFSET, CAST_FIRST,
+        )  # fmt: skip
+        out = out_ptr + ((token * Q_HEADS + head) * HEAD_DIM)[:, None] + d[None, :]
+        tl.store(out, x, mask=keep[:, None] & (d < HEAD_DIM)[None, :])
+    else:
+        slot = tl.load(slot_ptr + token)
+        if slot >= 0:
+            block = slot // BLOCK_SIZE
+            kv_tile = (tile - Q_TILES) % KV_TILES
+            head = kv_tile * KV_ROWS + tl.arange(0, KV_ROWS)
+            keep = head < KV_HEADS
+            row_in_block = head * BLOCK_SIZE + slot % BLOCK_SIZE
+            if tile < Q_TILES + KV_TILES:
+                at = token * k_stride_t + head.to(tl.int64) * k_stride_h
+                x = _rotated_rows(
+                    k_ptr, at, keep, d, k_weight_ptr, cos_ptr, sin_ptr, k_eps,
+                    HEAD_DIM, ROTARY_DIM, INTERLEAVED, ANGLE_STEP, NORM, OFFSET, CAST_FIRST,
+                )  # fmt: skip
+                mask = keep[:, None] & (d < HEAD_DIM)[None, :]
+                page_offset = block * k_stride + row_in_block * HEAD_DIM
+                scale_offset = block * k_scale_stride + row_in_block
+                store_tile(x, mask, keep, k_pages_ptr, k_scale_ptr, page_offset, scale_offset, d, K_CODE_MAX)
+            else:
+                c = tl.arange(0, BLOCK_V)
+                at = token * v_stride_t + head.to(tl.int64) * v_stride_h
+                mask = keep[:, None] & (c < V_DIM)[None, :]
+                x = tl.load(v_ptr + at[:, None] + c[None, :], mask=mask, other=0.0)
+                page_offset = block * v_stride + row_in_block * V_DIM
+                scale_offset = block * v_scale_stride + row_in_block
+                store_tile(x, mask, keep, v_pages_ptr, v_scale_ptr, page_offset, scale_offset, c, V_CODE_MAX)
+
+
+def rope_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer: LayerKV,
+    slot_mapping: Tensor,
+    *,
+    rope: Rope,
+    q_norm: RMSNorm | None = None,
+    k_norm: RMSNorm | None = None,
+) -> Tensor:
+    """`reference_fused.rope_write` on a GPU."""
+    tokens, q_heads, head_dim = query.shape
+    kv_heads, v_dim = value.shape[1:]
+    out = torch.empty((tokens, q_heads, head_dim), dtype=query.dtype, device=query.device)
+    if tokens == 0:
+        return out
+    assert query.stride(2) == key.stride(2) == value.stride(2) == 1, (query.stride(), key.stride(), value.stride())
+    assert rope.rotary_dim == 0 or (cos.stride() == sin.stride() and cos.stride(1) == 1), (cos.stride(), sin.stride())
+    (k_data, k_scale, k_max), (v_data, v_scale, v_max) = page_parts(layer.k), page_parts(layer.v)
+    block_d, block_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_dim)
+    tile = _TILE[tokens > _FEW_TOKENS]
+    q_rows = min(triton.next_power_of_2(q_heads), max(tile // block_d, 1))
+    kv_rows = min(triton.next_power_of_2(kv_heads), max(tile // block_d, 1))
+    grid = (tokens, triton.cdiv(q_heads, q_rows) + 2 * triton.cdiv(kv_heads, kv_rows))
+    _rope_write[grid](
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        query if q_norm is None else q_norm.weight,
+        key if k_norm is None else k_norm.weight,
+        out,
+        k_data,
+        k_scale,
+        v_data,
+        v_scale,
+        slot_mapping,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        cos.stride(0),
+        k_data.stride(0),
+        k_scale.stride(0),
+        v_data.stride(0),
+        v_scale.stride(0),
+        0.0 if q_norm is None else q_norm.eps,
+        0.0 if k_norm is None else k_norm.eps,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        V_DIM=v_dim,
+        BLOCK_D=block_d,
+        BLOCK_V=block_v,
+        Q_ROWS=q_rows,
+        KV_ROWS=kv_rows,
+        ROTARY_DIM=rope.rotary_dim,
+        INTERLEAVED=rope.interleaved,
+        ANGLE_STEP=rope.angle_step,
+        NORM=q_norm is not None,
+        OFFSET=0.0 if q_norm is None else q_norm.offset,
+        CAST_FIRST=q_norm is not None and q_norm.cast_first,
+        K_CODE_MAX=k_max,
+        V_CODE_MAX=v_max,
+        BLOCK_SIZE=layer.block_size,
+        num_warps=4,
+    )
+    return out
