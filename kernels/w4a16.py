@@ -74,7 +74,7 @@ def w4a16_kernel(
     packed,  # [experts,] [N / 64, K / TILE_K, 64, 16] int32
     scales,  # [experts,] [groups, N]
     zeros,  # [experts,] [groups, N] uint8
-    perm,  # [K] int32, with HAS_PERM
+    perm,  # [experts,] [K] int32, with HAS_PERM
     bias,  # [N], with HAS_BIAS
     expert_ids,  # [rows] int, with TOP_K: row r is token r // TOP_K through expert_ids[r]
     out,  # [M or rows, N], dtype of x
@@ -97,6 +97,7 @@ def w4a16_kernel(
         packed += expert * tl.cdiv(N, 64) * num_tiles * 1024
         scales += expert * groups * N
         zeros += expert * groups * N
+        perm += expert * K
         out += pid_m.to(tl.int64) * N
     else:
         m += pid_m * BLOCK_M

@@ -1,0 +1,95 @@
+"""y = x W^T + b from a packed weight: which path computes it.
+
+On CUDA up to `MAX_FUSED_ROWS` rows read the packed words once (`w4a16`); beyond that, and for fp32 activations or groups the
+kernel cannot cut, the weight is dequantized and cuBLAS multiplies. Off CUDA the definition runs. `packed_linear` is also a
+registered operator, so `torch.compile` sees one opaque node and CUDA graphs capture its launches; no path synchronises.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hf_paged.kernels.packed_weight import SLICE, PackedWeight, packed_linear_reference, tile_k
+
+MAX_FUSED_ROWS = 256  # above, cuBLAS on dequantized weights is faster; see docs/performance.md
+
+
+def fits_kernel(bits: int, group_size: int, in_features: int) -> bool:
+    """Whether the fused kernel can cut groups of this size: whole rows, or 32-channel slices that align with its tiles."""
+    step = tile_k(bits)
+    return group_size >= in_features or group_size % step == 0 or (step % group_size == 0 and group_size % SLICE == 0)
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor) -> Tensor:
+    """`[M, K]` -> `[M, N]` in the dtype of `x`. `locks`: int32 zeros of `lock_count(N)` elements, left zero."""
+    if torch.compiler.is_compiling():
+        return torch.ops.hf_paged.packed_linear(
+            x, weight.packed, weight.scales, weight.zeros, weight.perm, bias, locks, weight.field_bits, weight.code_bits,
+            weight.group_size, weight.in_features, weight.out_features,
+        )  # fmt: skip
+    return _packed_linear(x, weight, bias, locks)
+
+
+def lock_count(out_features: int) -> int:
+    """One lock per output block of a split-K launch: 64 rows of the weight by up to four blocks of activations."""
+    return -(-out_features // 64) * 4
+
+
+def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return packed_linear_reference(x, weight, bias)
+    # imported at first use: a machine without CUDA needs no Triton
+    from hf_paged.kernels.w4a16 import w4a16
+    from hf_paged.kernels.w4a16_tiles import choose_tiles
+    from hf_paged.kernels.weight_dequantize import dequantize
+
+    rows = x.shape[0]
+    fused = x.dtype in (torch.float16, torch.bfloat16) and fits_kernel(
+        weight.field_bits, weight.group_size, weight.in_features
+    )
+    if not fused or rows > MAX_FUSED_ROWS:
+        gathered = x if weight.perm is None else x.index_select(1, weight.perm)
+        return torch.nn.functional.linear(gathered, dequantize(weight, x.dtype), bias)
+    device = x.device.index or 0
+    tiles = choose_tiles(rows, weight.out_features, weight.packed.shape[1], multiprocessors(device))
+    return w4a16(x.contiguous(), weight, bias, locks, tiles)
+
+
+def expert_rows_linear(x: Tensor, weight: PackedWeight, expert_ids: Tensor, top_k: int) -> Tensor | None:
+    """`[rows / top_k, K]` -> `[rows, N]`, row r through expert `expert_ids[r]` in one launch; None where no kernel fits."""
+    fits = fits_kernel(weight.field_bits, weight.group_size, weight.in_features)
+    if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16) or not fits:
+        return None
+    from hf_paged.kernels.w4a16 import w4a16_experts
+    from hf_paged.kernels.w4a16_tiles import choose_tiles
+
+    tiles = choose_tiles(1, weight.out_features, weight.packed.shape[-3], multiprocessors(x.device.index or 0))
+    return w4a16_experts(x.contiguous(), weight, expert_ids, top_k, tiles)
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@torch.library.custom_op("hf_paged::packed_linear", mutates_args=())
+def _packed_linear_op(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, perm: Tensor | None, bias: Tensor | None, locks: Tensor,
+    field_bits: int, code_bits: int, group_size: int, in_features: int, out_features: int,
+) -> Tensor:  # fmt: skip
+    weight = PackedWeight(
+        packed=packed, scales=scales, zeros=zeros, perm=perm, field_bits=field_bits, code_bits=code_bits,
+        group_size=group_size, in_features=in_features, out_features=out_features,
+    )  # fmt: skip
+    return _packed_linear(x, weight, bias, locks)
+
+
+@_packed_linear_op.register_fake
+def _(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, perm: Tensor | None, bias: Tensor | None, locks: Tensor,
+    field_bits: int, code_bits: int, group_size: int, in_features: int, out_features: int,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((x.shape[0], out_features))

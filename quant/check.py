@@ -1,0 +1,68 @@
+"""The last look at a loaded model: are the values usable, and do the kernels compute what they mean?
+
+`check_kernels` runs one layer per distinct shape and format on a probe input and compares the path that generation will
+take with the plain-torch definition: a wrong kernel, driver or compiler ends here and not in a wrong answer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hf_paged.kernels.fp8_linear import fp8_linear_reference
+from hf_paged.kernels.packed_weight import packed_linear_reference
+from hf_paged.quant.fp8 import Fp8Linear
+from hf_paged.quant.linear import PackedLinear
+
+_PROBE_ROWS = (1, 17)  # the few-row kernel and its masked tail
+# relative to the largest output: inputs and output are rounded once to 16 bits (2 ** -8 for bf16), fp8 products once to
+# bf16 on a matrix unit that accumulates with about 13 bits
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def check_values(model: nn.Module) -> list[str]:
+    """Parameters that hold NaN or infinity, as sentences. Offloaded (meta) parameters are not read."""
+    problems = []
+    for name, value in model.named_parameters():
+        if value.device.type == "meta" or not value.dtype.is_floating_point or value.element_size() < 2:
+            continue
+        bad = int((~torch.isfinite(value)).sum())
+        if bad:
+            problems.append(f"tensor {name}: expected finite values, found {bad} NaN or infinite of {value.numel()}")
+    return problems
+
+
+def check_kernels(model: nn.Module) -> None:
+    """Raise RuntimeError naming the first layer whose kernel disagrees with its definition. CUDA layers only."""
+    seen = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, (PackedLinear, Fp8Linear)):
+            continue
+        value = next(module.parameters())
+        if not value.is_cuda:
+            continue
+        kind = (type(module), module.in_features, module.out_features, str(module.layout), str(value.device))
+        if kind not in seen:
+            seen.add(kind)
+            for dtype in (torch.float16, torch.bfloat16):
+                _check_layer(name, module, dtype, value.device)
+
+
+@torch.no_grad()
+def _check_layer(name: str, module: PackedLinear | Fp8Linear, dtype: torch.dtype, device: torch.device) -> None:
+    generator = torch.Generator(device=device).manual_seed(0)
+    for rows in _PROBE_ROWS:
+        x = torch.randn(rows, module.in_features, generator=generator, device=device).to(dtype)
+        expected = reference(module, x).float()
+        error = float((module(x).float() - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+        if not error <= _TOLERANCE[dtype]:
+            raise RuntimeError(f"{name} ({module.extra_repr()}): the kernel differs from its definition by {error:.2e} of the "
+                               f"largest output ({dtype}, {rows} rows, allowed {_TOLERANCE[dtype]:.0e}). Please report this; "
+                               "self_check=False in the quantization_config skips the check")  # fmt: skip
+
+
+def reference(module: PackedLinear | Fp8Linear, x: Tensor) -> Tensor:
+    """What `module(x)` means, in plain torch; `x` is `[M, K]`."""
+    if isinstance(module, PackedLinear):
+        return packed_linear_reference(x, module.packed_weight, module.bias)
+    return fp8_linear_reference(x, module.fp8_weight, module.bias)

@@ -1,0 +1,147 @@
+"""The `quantization_config` of a checkpoint, read tolerantly and kept verbatim.
+
+Real files carry keys of many tools and years (`version: "GEMM"`, `do_fuse`, `exllama_config`, `modules_in_block_to_quantize`,
+`dynamic`, `extra_config`). Nothing here needs a quantization package, nothing unknown is an error, and what is saved is what
+was read. The classes carry Transformers' names because `from_pretrained(quantization_config=...)` compares them by name;
+only the options below mean something when passed there:
+
+    allow_bin    read .bin (pickle) weight files
+    self_check   compare the kernels with their definition on one layer per shape, at load
+    cpu_cache    on CPU keep a plain copy of each weight beside the packed one (faster, 4 to 8 times the memory)
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+from transformers.utils.quantization_config import QuantizationMethod
+
+from hf_paged.quant.layout import Label
+
+_OPTIONS = {"allow_bin": False, "self_check": True, "cpu_cache": True}
+
+
+class CheckpointConfig:
+    """Behaviour shared by the four classes below: fields verbatim, options as attributes."""
+
+    quant_method: QuantizationMethod
+    fields: dict[str, Any]
+    allow_bin: bool
+    self_check: bool
+    cpu_cache: bool
+    dequantize: bool
+    _method: QuantizationMethod
+
+    def __init__(self, **fields: Any) -> None:
+        for name, default in _OPTIONS.items():
+            setattr(self, name, bool(fields.pop(name, default)))
+        fields.pop("quant_method", None)
+        self.quant_method = self._method
+        self.dequantize = False
+        self.fields = fields
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What `from_pretrained(quantization_config=this)` changes in the checkpoint's own config."""
+        return {name: getattr(self, name) for name in _OPTIONS}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**copy.deepcopy(self.fields), "quant_method": self.quant_method.value}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.to_dict()})"
+
+    def label(self, module: str) -> Label:
+        """What this config promises for the linear `module` (its name in the file)."""
+        fields = {**self.fields, **_override(self.fields, module)}
+        return Label(
+            bits=_integer(fields, "bits", "w_bit"), group_size=_integer(fields, "group_size", "q_group_size"),
+            method=self.quant_method.value, zero_offset=0 if self._format(fields) == "gptq_v2" else 1,
+        )  # fmt: skip
+
+    def quantizes_activations(self, module: str) -> bool:
+        """Whether an FP8 linear quantizes its activations too (with `input_scale` in the file it always does)."""
+        return True
+
+    @staticmethod
+    def _format(fields: Mapping[str, Any]) -> str:
+        return str(fields.get("checkpoint_format") or fields.get("format") or "").lower()
+
+
+class AwqConfig(CheckpointConfig, transformers.AwqConfig):
+    """`quant_method: awq`."""
+
+    _method = QuantizationMethod.AWQ
+
+
+class GPTQConfig(CheckpointConfig, transformers.GPTQConfig):
+    """`quant_method: gptq`."""
+
+    _method = QuantizationMethod.GPTQ
+
+
+class FineGrainedFP8Config(CheckpointConfig, transformers.FineGrainedFP8Config):
+    """`quant_method: fp8`."""
+
+    _method = QuantizationMethod.FP8
+
+
+class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsConfig):
+    """`quant_method: compressed-tensors`; its `config_groups` say bits and group size per target."""
+
+    _method = QuantizationMethod.COMPRESSED_TENSORS
+
+    def label(self, module: str) -> Label:
+        for group in (self.fields.get("config_groups") or {}).values():
+            weights = group.get("weights") or {}
+            if weights.get("type") == "int" and _targets(group.get("targets") or ["Linear"], module):
+                return Label(
+                    bits=weights.get("num_bits"), group_size=weights.get("group_size") or -1, method=self.quant_method.value
+                )
+        return Label(method=self.quant_method.value)
+
+    def quantizes_activations(self, module: str) -> bool:
+        for group in (self.fields.get("config_groups") or {}).values():
+            if _targets(group.get("targets") or ["Linear"], module):
+                return group.get("input_activations") is not None
+        return True
+
+    @property
+    def kv_cache_scheme(self) -> Mapping[str, Any] | None:
+        return self.fields.get("kv_cache_scheme")
+
+
+def _targets(targets: list[str], module: str) -> bool:
+    """Whether a compressed-tensors target list names `module`: a class name, a full name, or `re:` and a pattern."""
+    for target in targets:
+        if target.startswith("re:"):
+            if re.match(target[3:], module):
+                return True
+        elif target in ("Linear", module) or module.endswith("." + target):
+            return True
+    return False
+
+
+def _override(fields: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    """Per-module settings: GPTQModel `dynamic` (regex, `+:` or `-:` prefixed), AutoRound `extra_config` (names)."""
+    for pattern, values in (fields.get("dynamic") or {}).items():
+        if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), module):
+            return values if isinstance(values, Mapping) else {}
+    extra = (fields.get("extra_config") or {}).get(module)
+    return extra if isinstance(extra, Mapping) else {}
+
+
+def _integer(fields: Mapping[str, Any], *names: str) -> int | None:
+    for name in names:
+        value = fields.get(name)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"quantization_config.{name}: expected an integer, found {value!r}")
+            return value
+    return None

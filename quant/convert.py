@@ -1,0 +1,80 @@
+"""The conversion that Transformers runs on each quantized module while it streams a checkpoint in.
+
+All tensors of one module (or of one projection of all experts) arrive together, already on their device, are turned into
+the packed parameters and freed: the peak is the packed model plus one module. Errors are collected rather than raised,
+because Transformers would bury them in its report; the loader raises them with the tensor's name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from hf_paged.quant import formats
+from hf_paged.quant.experts import PROJECTIONS, Fp8Stack, PackedStack
+from hf_paged.quant.fp8 import FP8_SUFFIXES
+from hf_paged.quant.layout import PACKED_SUFFIXES
+from hf_paged.quant.linear import PackedLinear, packed_parameters
+
+
+class Repack(ConversionOps):
+    """File tensors of one module -> its packed parameters."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Repack:
+        return self  # Transformers copies the converter per module; the list of problems is one
+
+    def convert(
+        self, input_dict: dict[str, Any], *, full_layer_name: str, model: nn.Module, missing_keys: set[str], **_: Any
+    ) -> dict[str, Tensor]:
+        """`{source pattern: tensors}` -> `{parameter name: tensor}` of the module that owns `full_layer_name`."""
+        name = full_layer_name.rpartition(".")[0]
+        module = model.get_submodule(name)
+        tensors = {pattern.removesuffix("$").rpartition(".")[2]: values for pattern, values in input_dict.items()}
+        parameters = self._parameters(name, module, tensors)
+        out: dict[str, Tensor] = {}
+        for suffix, value in parameters.items():
+            if value is None:
+                setattr(module, suffix, None)
+                missing_keys.discard(f"{name}.{suffix}")
+            else:
+                out[f"{name}.{suffix}"] = nn.Parameter(value, requires_grad=False)
+        return out
+
+    def _parameters(self, name: str, module: nn.Module, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor | None]:
+        try:
+            if isinstance(module, (PackedStack, Fp8Stack)):
+                return module.read(name, tensors)
+            assert isinstance(module, PackedLinear), type(module)
+            one = {suffix: values[0] for suffix, values in tensors.items()}
+            return packed_parameters(formats.read(name, module.layout, one))
+        except ValueError as error:
+            self.problems.append(str(error))
+            return {}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return Keep()  # `save_pretrained` gets file tensors from the loader: nothing is left to reverse
+
+
+class Keep(ConversionOps):
+    """Leaves tensors as they are."""
+
+    def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+        return input_dict
+
+
+def converters(problems: list[str], *, fp8_experts: bool) -> list[WeightConverter]:
+    """One converter for linears and one per expert projection name; experts first, since the first match wins."""
+    suffixes = [*PACKED_SUFFIXES, *(FP8_SUFFIXES if fp8_experts else ())]
+    made = []
+    for projection in sum(PROJECTIONS, ()):
+        target = "weight" if fp8_experts else "packed"
+        sources = [f".experts.*.{projection}.{suffix}$" for suffix in dict.fromkeys(suffixes)]
+        made.append(WeightConverter(sources, f".experts.{projection}.{target}", operations=[Repack(problems)]))
+    made.append(WeightConverter([rf"\.{s}$" for s in PACKED_SUFFIXES], ".packed", operations=[Repack(problems)]))
+    return made

@@ -1,0 +1,173 @@
+"""Quantized checkpoints through `from_pretrained`, with no quantization package installed.
+
+Transformers asks a quantizer to prepare the empty model, convert tensors while they stream in, and finish. Here the header
+of the files is read first: it decides what every module becomes (`plan`), and everything a header can reveal is an error
+before any weight is read. What only values reveal (NaN scales, impossible indices) is an error after the last tensor and
+before the model is returned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import align_module_device
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightTransform
+from transformers.quantizers.base import HfQuantizer
+
+from hf_paged.quant.check import check_kernels, check_values
+from hf_paged.quant.config import CheckpointConfig
+from hf_paged.quant.convert import converters
+from hf_paged.quant.experts import Fp8Stack, PackedExperts, PackedStack
+from hf_paged.quant.fp8 import Fp8Layout, Fp8Linear
+from hf_paged.quant.header import Header, read_header, torch_dtype
+from hf_paged.quant.kv_scales import read_kv_scales
+from hf_paged.quant.layout import Layout
+from hf_paged.quant.linear import PackedLinear
+from hf_paged.quant.plan import Plan, Planner
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointLoader(HfQuantizer):
+    """The quantizer for `awq`, `gptq`, `compressed-tensors` and `fp8` checkpoints."""
+
+    requires_calibration = True
+    quantization_config: CheckpointConfig
+
+    def __init__(self, quantization_config: CheckpointConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.problems: list[str] = []
+        self.plan = Plan()
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        if getattr(self.quantization_config, "dequantize", False):
+            raise ValueError("dequantize=True is not supported here: hf_paged runs from packed weights; call "
+                             "hf_paged.unregister() to load with Transformers' own quantizer")  # fmt: skip
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, dtype: Any = None, **kwargs: Any
+    ) -> None:
+        if not checkpoint_files:
+            raise ValueError("a quantized checkpoint is loaded from its files: a state_dict alone does not say its layout")
+        config = self.quantization_config
+        header = read_header(checkpoint_files, allow_bin=config.allow_bin)
+        self.plan = plan = Planner(model, header, config).make()
+        dtype = dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
+        with torch.device("meta"):
+            for name, linear in plan.linears.items():
+                model.set_submodule(name, self._linear(linear.layout, linear.bias, dtype))
+            for name, experts in plan.experts.items():
+                stacks = {key: _stack(layout, experts.experts) for key, layout in experts.layouts.items()}
+                model.set_submodule(name, PackedExperts(model.get_submodule(name), stacks))
+        self._untie(model)
+        self._read_kv_scales(model, header)
+        _ignore(model, [*plan.unused, *plan.kv_scales])
+
+    def _linear(self, layout: Layout | Fp8Layout, bias: bool, dtype: torch.dtype) -> PackedLinear | Fp8Linear:
+        if isinstance(layout, Fp8Layout):
+            return Fp8Linear(layout, bias=bias, dtype=dtype)
+        scales = torch_dtype(layout.tensors[layout.scales_name].dtype)
+        linear = PackedLinear(layout, bias=bias, dtype=dtype, scales_dtype=scales)
+        linear.cpu_cache = self.quantization_config.cpu_cache
+        return linear
+
+    def _untie(self, model: PreTrainedModel) -> None:
+        """A head with packed tensors of its own is not tied, whatever the config says."""
+        tied = model.all_tied_weights_keys
+        for key in [key for key in tied if key.rpartition(".")[0] in self.plan.linears]:
+            del tied[key]
+            model.config.get_text_config().tie_word_embeddings = False
+            logger.info("%s is quantized in the file: it is not tied to %s", key, "the embeddings")
+
+    def _read_kv_scales(self, model: PreTrainedModel, header: Header) -> None:
+        scales = read_kv_scales(self.plan.kv_scales, header.load)
+        if scales:
+            model.hf_paged_kv_scales = scales
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, (PackedLinear, PackedStack)):
+                module.locks = torch.zeros_like(module.locks)  # Transformers leaves buffers outside files uninitialised
+            if isinstance(module, (PackedLinear, PackedStack, Fp8Linear, Fp8Stack)):
+                module.requires_grad_(False)
+            if isinstance(module, Fp8Linear) and not _offloaded(module):
+                try:
+                    module.check(name)
+                except ValueError as error:
+                    self.problems.append(str(error))
+        self.problems += check_values(model)
+        if self.problems:
+            shown = "\n  ".join(self.problems[:8])
+            raise ValueError(f"this checkpoint cannot be used ({len(self.problems)} problems):\n  {shown}")
+        if self.quantization_config.self_check:
+            check_kernels(model)
+        logger.info("%d packed linears, %d expert layers", len(self.plan.linears), len(self.plan.experts))
+
+    def update_weight_conversions(self, weight_conversions: list[WeightTransform]) -> list[WeightTransform]:
+        fp8 = any(isinstance(layout, Fp8Layout) for plan in self.plan.experts.values() for layout in plan.layouts.values())
+        return [*converters(self.problems, fp8_experts=fp8), *weight_conversions]
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The state dict in the layout of the files this model came from, packed tensors on the CPU."""
+        state = dict(model.state_dict())
+        for name, module in model.named_modules():
+            if isinstance(module, PackedLinear):
+                _replace(state, name, module, [(name, _materialised(module))])
+            elif isinstance(module, (PackedStack, Fp8Stack)):
+                parent, _, projection = name.rpartition(".")
+                experts = enumerate(module.file_tensors())
+                _replace(state, name, module, [(f"{parent}.{e}.{projection}", tensors) for e, tensors in experts])
+        for name in self.plan.kv_scales:
+            layer, _, suffix = name.rpartition(".")
+            scales = getattr(model, "hf_paged_kv_scales", {}).get(layer)
+            if scales is not None and suffix in ("k_scale", "v_scale"):
+                state[name] = torch.tensor(getattr(scales, suffix), dtype=torch.float32)
+        return state, {}
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _stack(layout: Layout | Fp8Layout, experts: int) -> PackedStack | Fp8Stack:
+    if isinstance(layout, Fp8Layout):
+        return Fp8Stack(layout, experts)
+    return PackedStack(layout, experts, torch_dtype(layout.tensors[layout.scales_name].dtype))
+
+
+def _ignore(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Tell this model (not its class) that these file tensors are rightly unused."""
+    known = set(model._keys_to_ignore_on_load_unexpected or ())
+    model._keys_to_ignore_on_load_unexpected = known | {f"^{name.replace('.', chr(92) + '.')}$" for name in names}
+
+
+def _offloaded(module: nn.Module) -> bool:
+    return any(value.device.type == "meta" for value in module.parameters())
+
+
+def _materialised(module: PackedLinear) -> dict[str, Tensor]:
+    if not _offloaded(module):
+        return module.file_tensors()
+    with align_module_device(module, execution_device=torch.device("cpu")):
+        return module.file_tensors()
+
+
+def _replace(
+    state: dict[str, Tensor], name: str, module: nn.Module, parts: Sequence[tuple[str, dict[str, Tensor]]]
+) -> None:
+    for suffix in module.state_dict():
+        state.pop(f"{name}.{suffix}", None)
+    for part, tensors in parts:
+        state.update({f"{part}.{suffix}": value.detach().cpu().contiguous() for suffix, value in tensors.items()})

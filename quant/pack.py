@@ -1,0 +1,37 @@
+"""Between the meaning of a weight and the tiles the kernels read, both ways and exactly."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_paged.kernels.packed_weight import PackedWeight, field_bits, pack_codes, unpack_codes
+from hf_paged.quant.weight import QuantizedWeight
+
+
+def pack(weight: QuantizedWeight) -> PackedWeight:
+    """Sort the input channels by group (act-order) and cut the codes into tiles."""
+    n, k = weight.codes.shape
+    bits = field_bits(weight.bits)
+    codes, perm = weight.codes, None
+    if weight.g_idx is not None:
+        order = torch.argsort(weight.g_idx.long(), stable=True)
+        codes, perm = codes[:, order], order.to(torch.int32)
+    return PackedWeight(
+        packed=pack_codes(codes, bits), scales=weight.scales.contiguous(), zeros=weight.zeros, perm=perm, field_bits=bits,
+        code_bits=weight.bits, group_size=weight.group_size, in_features=k, out_features=n,
+    )  # fmt: skip
+
+
+def unpack(weight: PackedWeight) -> QuantizedWeight:
+    """The inverse of `pack`: original channel order, with the `g_idx` that the order came from."""
+    codes = unpack_codes(weight.packed, weight.field_bits, weight.in_features, weight.out_features)
+    g_idx = None
+    if weight.perm is not None:
+        order = weight.perm.long()
+        codes = torch.empty_like(codes).index_copy_(1, order, codes)
+        sorted_groups = torch.arange(weight.in_features, device=order.device, dtype=torch.int32) // weight.group_size
+        g_idx = torch.empty_like(sorted_groups).index_copy_(0, order, sorted_groups)
+    return QuantizedWeight(
+        codes=codes.contiguous(), scales=weight.scales, zeros=weight.zeros, g_idx=g_idx, bits=weight.code_bits,
+        group_size=weight.group_size,
+    )  # fmt: skip

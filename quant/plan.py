@@ -1,0 +1,244 @@
+"""From a checkpoint's header and an empty model: what becomes of every module, or the list of everything that is wrong.
+
+What the file holds decides: a linear whose packed tensors are there becomes a packed linear, one whose plain weight is
+there stays as it is, one with neither is an error, whatever skip lists, `dynamic` rules or tied-weight flags say. Nothing
+is left for Transformers to initialise at random. All problems are collected, so one load shows them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.pytorch_utils import Conv1D
+
+from hf_paged.quant.config import CheckpointConfig
+from hf_paged.quant.experts import PROJECTIONS
+from hf_paged.quant.fp8 import FP8_SUFFIXES, Fp8Layout, identify_fp8
+from hf_paged.quant.header import Header
+from hf_paged.quant.kv_scales import is_kv_scale
+from hf_paged.quant.layout import FLOATS, PACKED_SUFFIXES, Layout, TensorSpec, identify
+
+_SHOWN = 8  # problems listed in one error
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPlan:
+    """One linear to replace. `bias`: the file has a bias that matters."""
+
+    layout: Layout | Fp8Layout
+    bias: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsPlan:
+    """One experts module to replace: a layout per projection (gate, up, down), shared by its experts."""
+
+    layouts: Mapping[str, Layout | Fp8Layout]
+    experts: int
+
+
+@dataclass(kw_only=True)
+class Plan:
+    linears: dict[str, LinearPlan] = field(default_factory=dict)
+    experts: dict[str, ExpertsPlan] = field(default_factory=dict)
+    kv_scales: dict[str, str] = field(default_factory=dict)  # model name -> tensor in the file
+    unused: list[str] = field(default_factory=list)  # model names of file tensors that are rightly left out
+
+
+class Planner:
+    """Makes the plan of one model; `problems` are sentences."""
+
+    def __init__(self, model: PreTrainedModel, header: Header, config: CheckpointConfig) -> None:
+        self.model, self.header, self.config = model, header, config
+        self.modules = dict(model.named_modules())
+        self.state = model.state_dict()
+        self.plan = Plan()
+        self.problems: list[str] = []
+        conversions = get_model_conversion_mapping(model)
+        self.renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+        self.converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        self.file_name: dict[str, str] = {}  # model name -> name in the file, for the tensors of quantized modules
+
+    def make(self) -> Plan:
+        """The plan. Raises ValueError listing every problem found (the first few in full)."""
+        quantized, plain = self._sort_tensors()
+        experts: dict[str, dict[str, dict[int, Mapping[str, TensorSpec]]]] = defaultdict(lambda: defaultdict(dict))
+        for name, found in quantized.items():
+            match = re.fullmatch(r"(.+)\.(\d+)\.(\w+)", name)
+            if match and _is_experts(self.modules.get(match[1])) and match[3] in sum(PROJECTIONS, ()):
+                experts[match[1]][match[3]][int(match[2])] = found
+            else:
+                self._attempt(self._plan_linear, name, found)
+        for name, projections in experts.items():
+            self._attempt(self._plan_experts, name, projections)
+        self._check_plain(plain)
+        if self.problems:
+            shown = "\n  ".join(self.problems[:_SHOWN])
+            more = f"\n  ... and {len(self.problems) - _SHOWN} more" if len(self.problems) > _SHOWN else ""
+            raise ValueError(f"this checkpoint cannot be loaded ({len(self.problems)} problems):\n  {shown}{more}")
+        return self.plan
+
+    def _attempt(self, step: object, *arguments: object) -> None:
+        assert callable(step)
+        try:
+            step(*arguments)
+        except ValueError as error:
+            self.problems.append(str(error))
+
+    def _sort_tensors(self) -> tuple[dict[str, dict[str, TensorSpec]], dict[str, TensorSpec]]:
+        """File tensors by model name: those of quantized modules as {module: {suffix: spec}}, and the plain ones."""
+        quantized: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
+        plain: dict[str, TensorSpec] = {}
+        biases: dict[str, tuple[str, TensorSpec]] = {}
+        for key, spec in self.header.specs.items():
+            renamed = self._rename(key)
+            module, _, suffix = renamed.rpartition(".")
+            if is_kv_scale(renamed):
+                self.plan.kv_scales[renamed] = key
+            elif suffix in PACKED_SUFFIXES or suffix in FP8_SUFFIXES[1:] or spec.dtype.startswith("F8"):
+                quantized[module][suffix] = spec
+                self.file_name[renamed] = key
+            elif suffix == "bias":
+                biases[module] = (key, spec)
+            else:
+                plain[key] = spec
+        for module, (key, spec) in biases.items():
+            if module in quantized:
+                quantized[module]["bias"] = spec
+                self.file_name[f"{module}.bias"] = key
+            else:
+                plain[key] = spec
+        return quantized, plain
+
+    def _rename(self, key: str) -> str:
+        """The model's name of a file tensor that needs no conversion (`model.` prefix added or removed)."""
+        renamed, _ = rename_source_key(key, self.renamings, [])
+        prefix = self.model.base_model_prefix
+        module = renamed.rpartition(".")[0]
+        owner = re.sub(r"\.\d+\.\w+$", "", module)
+        if module in self.modules or owner in self.modules or not prefix:
+            return str(renamed)
+        for other in (f"{prefix}.{renamed}", renamed.removeprefix(f"{prefix}.")):
+            owner = other.rpartition(".")[0]
+            if owner in self.modules or re.sub(r"\.\d+\.\w+$", "", owner) in self.modules:
+                return str(other)
+        return str(renamed)
+
+    def _plan_linear(self, name: str, found: dict[str, TensorSpec]) -> None:
+        module = self.modules.get(name)
+        if module is None:
+            if self._ignored(f"{name}.weight"):
+                self.plan.unused += [f"{name}.{suffix}" for suffix in found]
+                return
+            suffix, spec = next(iter(found.items()))
+            raise ValueError(f"tensor {name}.{suffix} ({spec}) belongs to no module of {type(self.model).__name__}")
+        shape = _linear_shape(module)
+        if shape is None:
+            suffix, spec = next(iter(found.items()))
+            raise ValueError(f"tensor {name}.{suffix} ({spec}): expected a linear layer, found {type(module).__name__}; "
+                             "quantized embeddings and convolutions are not read")  # fmt: skip
+        bias = found.pop("bias", None)
+        layout = self._layout(name, found, *shape)
+        keep = bias is not None and self._keeps_bias(name, bias, module, shape[1])
+        if bias is None and getattr(module, "bias", None) is not None:
+            raise ValueError(f"tensor {name}.bias is missing: expected [{shape[1]}]")
+        self.plan.linears[name] = LinearPlan(layout=layout, bias=keep)
+
+    def _layout(self, name: str, found: Mapping[str, TensorSpec], k: int, n: int) -> Layout | Fp8Layout:
+        if found.get("weight", TensorSpec(dtype="", shape=())).dtype.startswith("F8"):
+            block = self.config.fields.get("weight_block_size") or (128, 128)
+            rows, columns = block
+            return identify_fp8(
+                name, found, k, n, block=(rows, columns), quantize_activations=self.config.quantizes_activations(name)
+            )
+        return identify(name, found, k, n, self.config.label(self._label_name(name, found)))
+
+    def _label_name(self, name: str, found: Mapping[str, TensorSpec]) -> str:
+        """The module's name in the file, which is what the config's rules speak of."""
+        suffix = next(iter(found))
+        return self.file_name.get(f"{name}.{suffix}", f"{name}.{suffix}").removesuffix(f".{suffix}")
+
+    def _keeps_bias(self, name: str, spec: TensorSpec, module: nn.Module, out_features: int) -> bool:
+        if spec.dtype not in FLOATS or spec.shape != (out_features,):
+            raise ValueError(f"tensor {name}.bias: expected {' or '.join(FLOATS)} [{out_features}], found {spec}")
+        if getattr(module, "bias", None) is not None:
+            return True
+        value: Tensor = self.header.load(self.file_name[f"{name}.bias"])
+        if bool((value == 0).all()):  # AutoGPTQ writes a zero bias for every linear
+            self.plan.unused.append(f"{name}.bias")
+            return False
+        return True
+
+    def _plan_experts(self, name: str, projections: Mapping[str, Mapping[int, Mapping[str, TensorSpec]]]) -> None:
+        module = self.modules[name]
+        count = int(module.num_experts)
+        names = next((names for names in PROJECTIONS if set(names) == set(projections)), None)
+        if names is None:
+            raise ValueError(f"experts {name}: expected projections {' or '.join(map(str, PROJECTIONS))}, found "
+                             f"{tuple(projections)}")  # fmt: skip
+        if getattr(module, "is_transposed", False) or getattr(module, "has_bias", False):
+            raise ValueError(f"experts {name}: {type(module).__name__} with transposed or biased projections is not read")
+        _, two_inner, hidden = module.gate_up_proj.shape
+        shapes = dict(zip(names, [(hidden, two_inner // 2), (hidden, two_inner // 2), (two_inner // 2, hidden)]))
+        layouts: dict[str, Layout | Fp8Layout] = {}
+        for projection in names:
+            for expert in range(count):
+                found = projections[projection].get(expert)
+                if found is None:
+                    raise ValueError(f"tensors of {name}.{expert}.{projection} are missing: expected {count} experts")
+                layout = self._layout(f"{name}.{expert}.{projection}", found, *shapes[projection])
+                first = layouts.setdefault(projection, layout)
+                if layout != first:
+                    raise ValueError(f"tensor {name}.{expert}.{projection}: expected the layout of expert 0 ({first}), found "
+                                     f"{layout}; experts of one layer must share it")  # fmt: skip
+        self.plan.experts[name] = ExpertsPlan(layouts=layouts, experts=count)
+
+    def _check_plain(self, plain: Mapping[str, TensorSpec]) -> None:
+        """Every plain tensor fits its parameter, and every parameter left to the file is in it."""
+        present: set[str] = set()
+        prefix = self.model.base_model_prefix
+        for key, spec in plain.items():
+            renamed, pattern = rename_source_key(key, self.renamings, self.converters, prefix, self.state)
+            present.add(renamed)
+            expected = self.state.get(renamed)
+            if expected is None or pattern is not None:
+                continue  # not ours: Transformers reports unexpected tensors, and checks what it converts
+            if tuple(expected.shape) != spec.shape or (spec.dtype[0] in "FB") != expected.is_floating_point():
+                self.problems.append(f"tensor {key}: expected {str(expected.dtype).removeprefix('torch.')} "
+                                     f"{list(expected.shape)}, found {spec}")  # fmt: skip
+        tied = set(getattr(self.model, "all_tied_weights_keys", {}))
+        for name, value in self.state.items():
+            module, _, suffix = name.rpartition(".")
+            replaced = module in self.plan.linears or module in self.plan.experts
+            if replaced or name in present or name in tied or self._ignored(name, missing=True):
+                continue
+            self.problems.append(f"tensor {name} is missing: expected {list(value.shape)}")
+
+    def _ignored(self, name: str, *, missing: bool = False) -> bool:
+        kind = "_keys_to_ignore_on_load_missing" if missing else "_keys_to_ignore_on_load_unexpected"
+        return any(re.search(pattern, name) for pattern in getattr(self.model, kind, None) or ())
+
+
+def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    """(in_features, out_features) of the modules that a packed linear can replace."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    return None
+
+
+def _is_experts(module: nn.Module | None) -> bool:
+    """Transformers' fused experts: 3-D `gate_up_proj` and `down_proj`, a gate function and its activation."""
+    if module is None:
+        return False
+    fused = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    three = all(isinstance(value, Tensor) and value.dim() == 3 for value in fused)
+    return three and hasattr(module, "act_fn") and hasattr(type(module), "_apply_gate")
