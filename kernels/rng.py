@@ -51,7 +51,7 @@ def keys(stream: Tensor, position: Tensor) -> Tensor:
 
 
 def random_bits(key: Tensor, num_tokens: int) -> Tensor:
-    """Random bits `[n, num_tokens]`, int32, of keys `[n]` int64: one word per token id, all 2^32 words equally likely."""
+    """Random bits `[n, num_tokens]` int32 of keys `[n]` int64: a word per token id, all 2^32 words equally likely."""
     token = torch.arange(num_tokens, dtype=torch.int32, device=key.device)
     low = key.to(torch.int32).unsqueeze(-1)  # keeps the low word
     high = (key >> 32).to(torch.int32).unsqueeze(-1)

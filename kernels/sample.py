@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_paged.kernels.sample_reference import RowSampling
 
-BLOCK = 8192
+BLOCK = 4096  # 8 logits a thread: 16-byte loads in bf16, and registers for two programs on an SM
 INF_BITS = tl.constexpr(0x7F800000)
 
 
@@ -55,46 +55,46 @@ def _distance(logits, token, vocab_size, nearest, inverse):
 
 
 @triton.jit
-def _nearest(logits, vocab_size, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _nearest(logits, vocab_size, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+    for start in range(0, vocab_size, BLOCK):
         x = tl.load(logits + start + lane, mask=start + lane < vocab_size, other=float("-inf")).to(tl.float32)
         best = tl.maximum(best, tl.where(x == x, x, float("-inf")))
     return tl.max(best)
 
 
 @triton.jit
-def _count(logits, vocab_size, nearest, inverse, reach, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _count(logits, vocab_size, nearest, inverse, reach, BLOCK: tl.constexpr):
     """How many tokens are within `reach`, the bits of a finite distance. Bits of positive floats are ordered."""
     lane = tl.arange(0, BLOCK)
     count = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+    for start in range(0, vocab_size, BLOCK):
         d = _distance(logits, start + lane, vocab_size, nearest, inverse)
         count += (d.to(tl.int32, bitcast=True) <= reach).to(tl.int32)
     return tl.sum(count)
 
 
 @triton.jit
-def _kth(logits, vocab_size, nearest, inverse, k, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _kth(logits, vocab_size, nearest, inverse, k, BLOCK: tl.constexpr):
     """Bits of a distance that has the k nearest tokens, and those that tie with the k-th, within it."""
     low = k * 0
     high = low + INF_BITS
     while low < high:
-        middle = (low + high) // 2
-        count = _count(logits, vocab_size, nearest, inverse, middle, BLOCK, STAGES)
+        middle = low + (high - low) // 2
+        count = _count(logits, vocab_size, nearest, inverse, middle, BLOCK)
         high = tl.where(count >= k, middle, high)
         low = tl.where(count > k, low, tl.where(count == k, middle, middle + 1))
     return high
 
 
 @triton.jit
-def _guess(logits, vocab_size, nearest, inverse, is_random, key, reach, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _guess(logits, vocab_size, nearest, inverse, is_random, key, reach, BLOCK: tl.constexpr):
     """The token within `reach` with the largest score, the lowest id on a tie."""
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_token = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
-    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+    for start in range(0, vocab_size, BLOCK):
         token = start + lane
         d = _distance(logits, token, vocab_size, nearest, inverse)
         score = tl.where(is_random, _gumbel(key, token), 0.0) - d
@@ -105,12 +105,12 @@ def _guess(logits, vocab_size, nearest, inverse, is_random, key, reach, BLOCK: t
 
 
 @triton.jit
-def _weigh(logits, vocab_size, nearest, inverse, reach, guessed, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _weigh(logits, vocab_size, nearest, inverse, reach, guessed, BLOCK: tl.constexpr):
     """Total weight of the tokens within `reach`, and of those strictly nearer than bits `guessed`."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)
     nearer = tl.zeros([BLOCK], tl.int64)
-    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
+    for start in range(0, vocab_size, BLOCK):
         d = _distance(logits, start + lane, vocab_size, nearest, inverse)
         bits = d.to(tl.int32, bitcast=True)
         weight = (tl.exp(-d) * 1099511627776.0).to(tl.int64)
@@ -133,7 +133,6 @@ def sample_kernel(
     logits_stride,
     vocab_size,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i)
@@ -143,20 +142,20 @@ def sample_kernel(
     k = tl.load(top_k + row)
     key = _key(tl.load(stream + row), tl.load(positions + i))
 
-    nearest = _nearest(logits, vocab_size, BLOCK, STAGES)
+    nearest = _nearest(logits, vocab_size, BLOCK)
     inverse = tl.math.div_rn(1.0, tl.where(heat > 0, heat, 1.0))
     kth = INF_BITS
     if (k > 0) & (k < vocab_size) & (heat > 0):
-        kth = _kth(logits, vocab_size, nearest, inverse, k.to(tl.int32), BLOCK, STAGES)
+        kth = _kth(logits, vocab_size, nearest, inverse, k.to(tl.int32), BLOCK)
     reach = tl.minimum(kth, tl.load(max_distance + row).to(tl.int32, bitcast=True))
-    token = _guess(logits, vocab_size, nearest, inverse, heat > 0, key, reach, BLOCK, STAGES)
+    token = _guess(logits, vocab_size, nearest, inverse, heat > 0, key, reach, BLOCK)
     verified = (mass >= 1) | (heat <= 0)
     while not verified:
         guessed = _distance(logits, token, vocab_size, nearest, inverse).to(tl.int32, bitcast=True)
-        total, nearer = _weigh(logits, vocab_size, nearest, inverse, kth, guessed, BLOCK, STAGES)
+        total, nearer = _weigh(logits, vocab_size, nearest, inverse, kth, guessed, BLOCK)
         verified = (nearer == 0) | (nearer.to(tl.float64) < total.to(tl.float64) * mass.to(tl.float64))
         if not verified:
-            token = _guess(logits, vocab_size, nearest, inverse, True, key, guessed - 1, BLOCK, STAGES)
+            token = _guess(logits, vocab_size, nearest, inverse, True, key, guessed - 1, BLOCK)
     tl.store(token_ids + i, token.to(tl.int64))
 
 
@@ -185,7 +184,6 @@ def sample(logits: Tensor, params: RowSampling, rows: Tensor, positions: Tensor)
         logits.stride(0),
         vocab_size,
         BLOCK=min(BLOCK, triton.next_power_of_2(vocab_size)),
-        STAGES=2,
         num_warps=16,
     )
     return token_ids
