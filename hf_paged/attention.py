@@ -1,8 +1,9 @@
 """The one attention function and the one mask function that hf_paged registers with Transformers.
 
-A forward reaches pages in one of two ways: the engine passes `paged_context=` to the model's forward, and Transformers
-hands every extra keyword on to the attention function; or a `PagedCache.update` tags the keys it returns. Without
-either the call is an ordinary dense forward and gets dense attention. Paged-ness belongs to the call, never to the model.
+A forward reaches pages in one of two ways: the engine passes `paged_context=` to the model's forward, and
+Transformers hands every extra keyword on to the attention function; or a `PagedCache.update` tags the keys it
+returns. Without either the call is an ordinary dense forward and gets dense attention. Paged-ness belongs to the
+call, never to the model.
 
 What a context cannot honour is refused by name at the first call: nothing a layer asks for is dropped.
 """
@@ -24,8 +25,20 @@ CONTEXT_TAG = "_hf_paged_context"  # attribute that carries it on the keys retur
 
 # Keywords that reach attention functions and do not change what attention computes.
 _NO_EFFECT = frozenset(
-    "position_ids use_cache cache_position output_attentions output_hidden_states output_router_logits return_dict "
-    "logits_to_keep num_items_in_batch is_causal past_key_values position_embeddings".split()
+    {
+        "cache_position",
+        "is_causal",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
 )
 
 
@@ -74,7 +87,8 @@ def paged_attention_forward(
     if context is None:
         features = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **kwargs}
         return _dense_attention(module, query, key, value, attention_mask, scaling, dropout, features)
-    layer_idx = int(module.layer_idx)
+    layer_idx = module.layer_idx
+    assert isinstance(layer_idx, int)
     name = f"layer {layer_idx} ({type(module).__name__})"
     unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _NO_EFFECT)
     if unknown:
@@ -136,7 +150,7 @@ def _dense_attention(
 def no_mask(device: torch.device | str) -> Tensor:
     """A stand-in for the attention mask of an engine forward.
 
-    Transformers passes a 4-D mask on untouched: no mask is built, nothing synchronises, and models that would warn about
-    padding see that a mask was given. Paged attention never reads it.
+    Transformers passes a 4-D mask on untouched: no mask is built, nothing synchronises, and models that would warn
+    about padding see that a mask was given. Paged attention never reads it.
     """
     return torch.empty((1, 1, 1, 1), device=device)

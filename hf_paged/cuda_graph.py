@@ -1,9 +1,9 @@
 """Capture decode steps as CUDA graphs and replay them: no Python and no launch cost per layer.
 
-A graph is captured for a padded batch size and a bound on sequence length, the first time it is needed. Its inputs live
-at a fixed address in the same packing that every step uses; padding rows have length 0, write nothing and attend to
-nothing. Sequence lengths, tables and slots are read from that buffer at replay, so a graph never goes stale as sequences
-grow. The bound only sizes the launch: how many ways attention is split.
+A graph is captured for a padded batch size and a bound on sequence length, the first time it is needed. Its inputs
+live at a fixed address in the same packing that every step uses; padding rows have length 0, write nothing and attend
+to nothing. Sequence lengths, tables and slots are read from that buffer at replay, so a graph never goes stale as
+sequences grow. The bound only sizes the launch: how many ways attention is split.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class CapturedStep:
         max_seq_len: int,
         block_size: int,
         device: torch.device,
-        pool: tuple[int, int],
+        pool: Any,
     ) -> None:
         self._builder = builder
         self._packing = StepPacking(

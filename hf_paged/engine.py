@@ -5,9 +5,9 @@
     Sampler()              token ids, on the device
     Scheduler.update()     append, stop, free blocks
 
-A step is asynchronous: while the device runs step N, step N + 1 is scheduled and launched, and only then are the tokens of
-step N read. A sampled token reaches the next step on the device; the host waits for it one step later, for bookkeeping.
-Every accepted request ends in exactly one terminal output. No threads here.
+A step is asynchronous: while the device runs step N, step N + 1 is scheduled and launched, and only then are the
+tokens of step N read. A sampled token reaches the next step on the device; the host waits for it one step later, for
+bookkeeping. Every accepted request ends in exactly one terminal output. No threads here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,17 +26,20 @@ from transformers import PreTrainedModel
 from hf_paged.config import EngineConfig, KVGroup
 from hf_paged.kv_cache import KVCache, layer_formats
 from hf_paged.layer_probe import probe_layers
+from hf_paged.logprobs import LogprobsTensors, prompt_logprobs
 from hf_paged.memory import GIB, resolve_num_blocks
-from hf_paged.model_runner import ModelRunner, StepLogits
+from hf_paged.model_runner import ModelRunner, StepLogits, wants_prompt_logprobs
 from hf_paged.model_view import build_view
 from hf_paged.output_processor import OutputProcessor
 from hf_paged.outputs import RequestOutput
 from hf_paged.request import FinishReason, Request, SchedulerOutput
-from hf_paged.sampler import LogprobsTensors, Sampler
+from hf_paged.sampler import Sampler
 from hf_paged.sampling_params import SamplingParams
 from hf_paged.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+_NO_TOKENS = torch.empty(0, dtype=torch.long)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +47,10 @@ class LaunchedStep:
     """A step on its way through the device."""
 
     plan: SchedulerOutput
-    token_ids: Tensor  # [num_sampled] int64 on the host, valid once `done`
-    logprobs: LogprobsTensors | None  # on the host, valid once `done`
-    prompt_logprobs: dict[str, LogprobsTensors]  # by request id
-    done: torch.cuda.Event | None
+    token_ids: Tensor  # [num_sampled] int64 on the host, valid once `done`, as are all tensors here
+    logprobs: LogprobsTensors | None = None
+    prompt_logprobs: list[tuple[Request, LogprobsTensors]] = field(default_factory=list)
+    done: torch.cuda.Event | None = None
 
     def wait(self) -> list[int]:
         """The sampled tokens; the only place where the host waits for the device."""
@@ -88,8 +91,8 @@ class Engine:
         self.runner = ModelRunner(view, self.kv_cache, self.config, max_model_len=self.max_model_len)
         self.device = self.runner.device
         self.vocab_size = self.runner.vocab_size
-        self.sampler = Sampler(self.config.max_num_seqs, self.vocab_size, self.device)
         eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.sampler = Sampler(self.config.max_num_seqs, self.vocab_size, self.device, eos_token_ids=eos_token_ids)
         self.scheduler = Scheduler(
             self.config,
             [KVGroup(window=group.window, num_layers=len(group.layers)) for group in self.kv_cache.groups],
@@ -98,6 +101,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
         )
         self.outputs = OutputProcessor(tokenizer)
+        self._decode_token = None if tokenizer is None else lambda token_id: str(tokenizer.decode([token_id]))
         asynchronous = config.async_scheduling is True or (
             config.async_scheduling == "auto" and self.device.type == "cuda"
         )
@@ -126,14 +130,12 @@ class Engine:
         ids = self._checked_ids(prompt_token_ids)
         if params.stop and self.outputs.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer, and this engine has none; use stop_token_ids")
+        self.sampler.state.check(params)
         self.outputs.check_new(request_id)
-        leader = Request(request_id if params.n == 1 else f"{request_id}-0", ids, params)
-        self.scheduler.add(leader)
-        requests = [leader]
-        for i in range(1, params.n):
-            child = Request(f"{request_id}-{i}", ids, params, parent=leader)
-            self.scheduler.add(child)
-            requests.append(child)
+        leader = Request(f"{request_id}/0", ids, params)
+        requests = [leader, *(Request(f"{request_id}/{i}", ids, params, parent=leader) for i in range(1, params.n))]
+        for request in requests:  # what refuses one refuses the first
+            self.scheduler.add(request)
         self.outputs.add(request_id, requests, prompt=prompt, stream=stream)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
@@ -156,11 +158,14 @@ class Engine:
             return []
         return self._finish(self._launched.popleft()) if self._launched else []
 
+    @torch.inference_mode()
     def _launch(self, plan: SchedulerOutput) -> LaunchedStep:
         for request in plan.admitted:
             self.sampler.admit(request, self._seed_of(request))
         step = self.runner.forward(plan)
         sampled = [item.request for item in plan.scheduled if item.samples]
+        if step is None or not sampled:
+            return LaunchedStep(plan=plan, token_ids=_NO_TOKENS, prompt_logprobs=self._prompt_logprobs(plan, step))
         output = self.sampler(step.sampled_logits, step.rows, step.positions, sampled)
         self.runner.last_token[step.rows] = output.token_ids
         return LaunchedStep(
@@ -172,16 +177,53 @@ class Engine:
         )
 
     def _finish(self, launched: LaunchedStep) -> list[RequestOutput]:
-        tokens = iter(launched.wait())
-        plan = launched.plan
-        token_ids = [next(tokens) if item.samples else None for item in plan.scheduled]
-        self._take_prompt_logprobs(launched)
-        touched = self.scheduler.update(plan, token_ids)
-        for row, item in enumerate(item for item in plan.scheduled if item.samples):
-            if item.request in touched:
-                logprobs = launched.logprobs.row(row) if launched.logprobs is not None else None
-                self._append(item.request, logprobs)
+        tokens = launched.wait()
+        sampled = [item.request for item in launched.plan.scheduled if item.samples]
+        alive = [not request.is_finished for request in sampled]
+        for request, logprobs in launched.prompt_logprobs:
+            if not request.is_finished:
+                rows = range(logprobs.ranks.shape[0])
+                self.outputs.add_prompt_logprobs(request, (logprobs.row(i, decode=self._decode_token) for i in rows))
+        by_entry = iter(tokens)
+        touched = self.scheduler.update(
+            launched.plan, [next(by_entry) if item.samples else None for item in launched.plan.scheduled]
+        )
+        for i, request in enumerate(sampled):
+            if alive[i]:
+                self._append(request, launched.logprobs, i)
         return self.outputs.collect(touched)
+
+    def _append(self, request: Request, logprobs: LogprobsTensors | None, row: int) -> None:
+        """Tell the outputs about a request's newest token; end the request if a stop string is complete."""
+        wanted = request.params.logprobs
+        entry = logprobs.row(row, wanted, self._decode_token) if logprobs is not None and wanted is not None else None
+        stop = self.outputs.append(request, entry)
+        if stop is None:
+            return
+        if request.is_finished:  # by its length or a stop token, in the same step
+            request.finish_reason, request.stop_reason = FinishReason.STOP, stop
+        else:
+            self.scheduler.finish(request, FinishReason.STOP, stop)
+
+    def _prompt_logprobs(self, plan: SchedulerOutput, step: StepLogits | None) -> list[tuple[Request, LogprobsTensors]]:
+        """Log-probabilities of the prompt tokens that follow those computed in this step."""
+        found = []
+        at = 0  # row of the step's logits
+        for item in plan.scheduled:
+            if not wants_prompt_logprobs(item):
+                at += item.samples
+                continue
+            assert step is not None
+            request, count = item.request, item.num_scheduled_tokens
+            following = request.prompt_token_ids[item.start + 1 : item.start + count + 1]
+            logits = step.logits[at : at + len(following)]
+            ids = torch.tensor(following, dtype=torch.long).to(self.device)
+            k = request.params.prompt_logprobs
+            assert k is not None
+            if following:
+                found.append((request, prompt_logprobs(logits, ids, k).map(_to_host)))
+            at += count
+        return found
 
     def _checked_ids(self, prompt_token_ids: Sequence[int]) -> list[int]:
         ids = [int(i) for i in prompt_token_ids]
@@ -198,7 +240,7 @@ class Engine:
         seed = request.params.seed
         if seed is None:
             return (self.config.seed << 32) + request.arrival
-        return seed + request.index
+        return seed + int(request.request_id.rpartition("/")[2])
 
 
 def resolve_max_model_len(config: EngineConfig, view: PreTrainedModel) -> int:

@@ -156,6 +156,7 @@ class _Lockstep:
         streamer: Any,
     ) -> Tensor:
         scheduler = self._engine.scheduler
+        process: Callable[..., Tensor] = processors
         input_ids = self._input_ids
         alive = torch.ones(len(self._requests), dtype=torch.long, device=input_ids.device)
         pad = config._pad_token_tensor
@@ -164,7 +165,7 @@ class _Lockstep:
                 scheduler.add(request)
             while True:
                 logits = self._next_logits().to(copy=True, dtype=torch.float32, device=input_ids.device)
-                scores = processors(input_ids, logits)
+                scores: Tensor = process(input_ids, logits)
                 if config.do_sample:
                     tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
                 else:
@@ -189,8 +190,10 @@ class _Lockstep:
         scheduler, runner = self._engine.scheduler, self._engine.runner
         while any(not r.is_finished and not r.is_held for r in self._requests):
             plan = scheduler.schedule()
-            assert plan is not None, "the pool holds all rows of a lockstep call"
+            assert plan is not None, "a row that fits the pool alone always gets on"
             step = runner.forward(plan)
+            if step is None:
+                continue
             sampled = [self._row_of[item.request.request_id] for item in plan.scheduled if item.samples]
             if self._logits is None:
                 self._logits = step.logits.new_zeros(len(self._requests), step.logits.shape[-1])

@@ -36,7 +36,8 @@ class LLM:
     """A model behind a paged, quantized KV cache with continuous batching.
 
     Args:
-        model: a folder or hub name, loaded with `AutoModelForCausalLM` (16-bit, AWQ, GPTQ, FP8, ...), or a loaded model.
+        model: a folder or hub name, loaded with `AutoModelForCausalLM` (16-bit, AWQ, GPTQ, FP8, ...), or a loaded
+            model.
         tokenizer: a tokenizer, its folder or hub name; None = the model's own folder, or none for a loaded model.
         dtype: of the weights when `model` is a name; "auto" = as stored.
         device: where to load; None = the first CUDA device, else the CPU.

@@ -1,4 +1,5 @@
-"""How many blocks fit: a real forward at the largest step shows what activations need, the rest is for keys and values."""
+"""How many blocks fit: a real forward at the largest step shows what activations need, the rest is for keys and
+values."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_paged.config import EngineConfig
 from hf_paged.kv_cache import KVCache
 from hf_paged.model_runner import ModelRunner
+from hf_paged.model_view import device_of
 from hf_paged.request import Request, ScheduledRequest, SchedulerOutput
 from hf_paged.sampling_params import SamplingParams
 
@@ -36,7 +38,7 @@ def resolve_num_blocks(config: EngineConfig, view: PreTrainedModel, empty: KVCac
     """
     if config.num_blocks is not None:
         return config.num_blocks
-    device = view.get_input_embeddings().weight.device
+    device = device_of(view)
     if device.type == "cuda":
         free = _free_after_profile(config, view, empty, max_model_len)
     else:
@@ -60,7 +62,7 @@ def resolve_num_blocks(config: EngineConfig, view: PreTrainedModel, empty: KVCac
 
 def _free_after_profile(config: EngineConfig, view: PreTrainedModel, empty: KVCache, max_model_len: int) -> int:
     """Bytes left on the GPU beside everything in use and the activations of the largest step."""
-    device = view.get_input_embeddings().weight.device
+    device = device_of(view)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,8 +1,8 @@
 """Turn a `SchedulerOutput` into the flat tensors of one forward, with one host-to-device copy.
 
-Host state (token ids, block tables) is kept per row in numpy and only grows by what a step adds. Everything a step needs
-is packed into one byte buffer, staged in pinned memory on CUDA, and viewed as typed tensors on the device. A captured
-graph reads from the same packing at a fixed address.
+Host state (token ids, block tables) is kept per row in numpy and only grows by what a step adds. Everything a step
+needs is packed into one byte buffer, staged in pinned memory on CUDA, and viewed as typed tensors on the device. A
+captured graph reads from the same packing at a fixed address.
 
 Tokens that an earlier step sampled and the host has not seen yet are sent as -1: the device fills them in from
 `last_token` (see `ModelRunner`), so a step never waits for the one before it.

@@ -1,7 +1,8 @@
 """Run the model over the tokens of one scheduled step: store their keys and values, return the wanted logits.
 
 The model is an ordinary Transformers model seen through `model_view.py`. All tokens of a step form one packed row
-`[1, num_tokens]`; attention finds its pages through the `StepContext` passed down as a keyword. Nothing here waits for the
+`[1, num_tokens]`; attention finds its pages through the `StepContext` passed down as a keyword. Nothing here waits
+for the
 device: a token sampled by an earlier step is read from `last_token` where it was sampled.
 """
 
@@ -23,6 +24,7 @@ from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.reshape_and_cache import write_kv
 from hf_paged.kv_cache import KVCache
 from hf_paged.model_inputs import InputBuilder, ModelInputs
+from hf_paged.model_view import device_of
 from hf_paged.request import ScheduledRequest, SchedulerOutput
 
 
@@ -48,8 +50,8 @@ class StepContext:
 class StepLogits:
     """What a forward gives back, all on the device.
 
-    `logits` has a row for every token in `logits_index`; `sampled` are the rows of the requests that get a token now, in
-    the order of the plan (None = all rows, in order).
+    `logits` has a row for every token in `logits_index`; `sampled` are the rows of the requests that get a token now,
+    in the order of the plan (None = all rows, in order).
     """
 
     logits: Tensor  # [num_logits, vocab]
@@ -75,7 +77,7 @@ class ModelRunner:
     def __init__(self, view: PreTrainedModel, kv_cache: KVCache, config: EngineConfig, *, max_model_len: int) -> None:
         self.view = view
         self.kv_cache = kv_cache
-        self.device = view.get_input_embeddings().weight.device
+        self.device = device_of(view)
         self.vocab_size = view.config.get_text_config(decoder=True).vocab_size
         self.builder = InputBuilder(
             config, num_groups=len(kv_cache.groups), max_model_len=max_model_len, device=self.device
@@ -88,12 +90,14 @@ class ModelRunner:
             self.graphs = DecodeGraphs(self._run, self.builder, config, max_model_len=max_model_len, device=self.device)
 
     @torch.inference_mode()
-    def forward(self, plan: SchedulerOutput) -> StepLogits:
-        """Carry out a plan: move blocks, then run the model on the scheduled tokens."""
+    def forward(self, plan: SchedulerOutput) -> StepLogits | None:
+        """Carry out a plan: move blocks, then run the model on the scheduled tokens; None when there are none."""
         self.builder.admit(plan.admitted)
         self.kv_cache.swap_out(plan.swap_out)
         self.kv_cache.swap_in(plan.swap_in)
         self.kv_cache.copy_blocks(plan.block_copies)
+        if not plan.scheduled:
+            return None
         wanted = _WantedLogits.of(plan.scheduled)
         if self.graphs is not None and wanted.is_decode and (entry := self.graphs.get(plan.scheduled)) is not None:
             inputs, logits = entry.replay(plan.scheduled, wanted.index)
@@ -152,14 +156,14 @@ class _WantedLogits:
             index = last[samples] if samples.any() else last[:1]
             sampled = None if samples.any() else np.empty(0, np.int64)
             return cls(index=index, sampled=sampled, is_decode=False)
-        index: list[int] = []
+        tokens: list[int] = []
         sampled_at: list[int] = []
         for i, item in enumerate(scheduled):
             first = last[i] - counts[i] + 1 if i in prompts else last[i] if item.samples else last[i] + 1
-            index.extend(range(first, last[i] + 1))
+            tokens.extend(range(first, last[i] + 1))
             if item.samples:
-                sampled_at.append(len(index) - 1)
-        return cls(index=np.array(index, np.int64), sampled=np.array(sampled_at, np.int64), is_decode=False)
+                sampled_at.append(len(tokens) - 1)
+        return cls(index=np.array(tokens, np.int64), sampled=np.array(sampled_at, np.int64), is_decode=False)
 
 
 def wants_prompt_logprobs(item: ScheduledRequest) -> bool:

@@ -1,9 +1,9 @@
 """A view of a user's model: the same weights, another attention.
 
-`model.config` decides which attention runs, and it is shared by everything that uses the model: other threads, training,
-an assistant. So paged generation never touches it. The view is a copy of the module tree whose parameters and buffers
-*are* the model's tensors; only the config is its own. Views are kept while the model lives and rebuilt when the model
-changed in a way that a shared tensor does not show (moved, resized, adapters added or merged).
+`model.config` decides which attention runs, and it is shared by everything that uses the model: other threads,
+training, an assistant. So paged generation never touches it. The view is a copy of the module tree whose parameters
+and buffers *are* the model's tensors; only the config is its own. Views are kept while the model lives and rebuilt
+when the model changed in a way that a shared tensor does not show (moved, resized, adapters added or merged).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -34,6 +35,13 @@ def build_view(model: PreTrainedModel) -> PreTrainedModel:
     view = copy.deepcopy(model, {id(t): t for t in tensors})
     view.set_attn_implementation(ATTENTION_NAME)
     return view
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where the model takes its token ids."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.device
 
 
 class ModelFingerprint:
