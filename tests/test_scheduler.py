@@ -318,6 +318,16 @@ def test_a_window_holds_no_more_blocks_than_it_can_see() -> None:
     assert all(window[6:])
 
 
+def test_a_windowed_request_is_accepted_exactly_when_its_window_fits_the_pool() -> None:
+    scheduler = make(num_blocks=4, windows=(18,), max_num_batched_tokens=1)
+    request = add(scheduler, 100, max_tokens=20)  # a query sees 18 positions, at worst in 3 blocks
+    while scheduler.has_work:
+        step(scheduler)
+    assert len(request.output_token_ids) == 20
+    with pytest.raises(ValueError, match="needs up to 3 KV blocks; allowed: 2"):
+        add(make(num_blocks=3, windows=(18,), max_num_batched_tokens=1), 100, max_tokens=20)
+
+
 def test_a_hit_in_a_window_needs_only_the_blocks_that_the_next_query_sees() -> None:
     scheduler = make(num_blocks=20, windows=(20,))
     first = add(scheduler, 100, max_tokens=1)

@@ -161,6 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(what=st.sampled_from(["abort", "stop", "error", "reset"]), index=st.integers(0, 99))
     def disturb(self, what: str, index: int) -> None:
         live = list(self.scheduler.requests.values())
+        live = [request for request in live if request.is_held] or live
         if what == "reset":
             self.scheduler.reset_prefix_cache()
             assert self.scheduler.blocks.pool.num_cached == 0
