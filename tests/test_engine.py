@@ -1,0 +1,284 @@
+"""The engine end to end on tiny models, token for token: what must not change a result, and what must end a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from hf_paged import LLM, RequestOutput, SamplingParams
+from hf_paged.config import EngineConfig
+from hf_paged.engine import Engine
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+LENGTHS = (5, 40, 70, 33, 1, 64)
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=120,
+        initializer_range=0.3,
+        max_position_embeddings=512,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def tiny_mistral() -> MistralForCausalLM:
+    config = MistralConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=120,
+        initializer_range=0.3,
+        max_position_embeddings=512,
+        sliding_window=24,
+    )
+    return MistralForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module", params=[tiny_llama, tiny_mistral], ids=["llama", "window"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    torch.manual_seed(0)
+    made: PreTrainedModel = request.param()
+    return made
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 120, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def llm(model: PreTrainedModel, **options: object) -> LLM:
+    return LLM(model, **{"num_blocks": 120, "block_size": 16, **options})  # type: ignore[arg-type]  # mixed values
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    assert all(o.finished and o.error is None for o in outputs)
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+def run(model: PreTrainedModel, params: SamplingParams = GREEDY, **options: object) -> list[list[int]]:
+    engine = llm(model, **options)
+    result = tokens(engine.generate(prompts(), params, use_tqdm=False))
+    scheduler = engine.engine.scheduler
+    scheduler.check_integrity()
+    assert not engine.engine.has_work
+    return result
+
+
+@pytest.fixture(scope="module")
+def alone(model: PreTrainedModel) -> dict[str, list[list[int]]]:
+    """Every prompt on its own through a fresh cache, whole, by KV format."""
+    return {
+        kv: [tokens(llm(model, kv_cache_dtype=kv).generate([p], GREEDY, use_tqdm=False))[0] for p in prompts()]
+        for kv in ("auto", "int8", "fp8")
+    }
+
+
+def test_the_engine_gives_the_tokens_of_dense_generate(
+    model: PreTrainedModel, alone: dict[str, list[list[int]]]
+) -> None:
+    for prompt, got in zip(prompts(), alone["auto"], strict=True):
+        ids = torch.tensor([prompt])
+        dense = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=None
+        )
+        assert got == dense[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 7},
+        {"max_num_batched_tokens": 48, "async_scheduling": True},
+        {"max_num_seqs": 2},
+        {"block_size": 64},
+    ],
+    ids=["batched", "chunked", "asynchronous", "two-rows", "large-blocks"],
+)
+def test_a_request_does_not_see_how_it_was_served(
+    model: PreTrainedModel, alone: dict[str, list[list[int]]], kv_cache_dtype: str, options: dict[str, object]
+) -> None:
+    """Batched == alone and chunked == whole: tokens attend to what the pages hold, in every KV format."""
+    assert run(model, kv_cache_dtype=kv_cache_dtype, **options) == alone[kv_cache_dtype]
+
+
+@pytest.mark.parametrize("swap_space", [0.0, 0.01], ids=["recomputed", "swapped"])
+def test_a_preempted_request_ends_as_if_undisturbed(
+    model: PreTrainedModel, alone: dict[str, list[list[int]]], swap_space: float
+) -> None:
+    engine = llm(model, num_blocks=10, swap_space=swap_space, kv_cache_dtype="int8", max_model_len=100)
+    got = tokens(engine.generate(prompts(), GREEDY, use_tqdm=False))
+    scheduler = engine.engine.scheduler
+    counts = (scheduler.num_recompute_preemptions, scheduler.num_swap_preemptions)
+    assert counts[1 if swap_space else 0] > 0, "the pool was meant to be too small"
+    assert got == alone["int8"]
+    scheduler.check_integrity()
+
+
+def test_a_prefix_hit_gives_what_a_cold_start_gives(model: PreTrainedModel, alone: dict[str, list[list[int]]]) -> None:
+    engine = llm(model, kv_cache_dtype="int8")
+    for _ in range(2):
+        assert tokens(engine.generate(prompts(), GREEDY, use_tqdm=False)) == alone["int8"]
+    assert engine.engine.scheduler.blocks.prefix_hits > 0
+
+
+def test_sequences_of_one_request_share_its_prompt_and_differ(model: PreTrainedModel) -> None:
+    params = SamplingParams(n=4, temperature=1.5, seed=5, max_tokens=12, ignore_eos=True)
+    engine = llm(model)
+    (output,) = engine.generate([prompts()[2]], params, use_tqdm=False)
+    sequences = [tuple(c.token_ids) for c in output.outputs]
+    assert [c.index for c in output.outputs] == [0, 1, 2, 3] and len(set(sequences)) == 4
+    again = [
+        tokens(engine.generate([prompts()[2]], SamplingParams(temperature=1.5, seed=5 + i, max_tokens=12,
+                                                              ignore_eos=True), use_tqdm=False))[0]
+        for i in range(4)
+    ]  # fmt: skip
+    assert [tuple(t) for t in again] == sequences, "sequence i draws with seed + i"
+
+
+def test_a_seeded_request_does_not_depend_on_its_batch(model: PreTrainedModel) -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=16, ignore_eos=True)
+    alone = tokens(llm(model).generate([prompts()[1]], params, use_tqdm=False))[0]
+    others = SamplingParams(temperature=2.0, max_tokens=20, ignore_eos=True)
+    mixed = llm(model, max_num_batched_tokens=33).generate(
+        prompts(), [others, params, others, GREEDY, others, others], use_tqdm=False
+    )
+    assert mixed[1].outputs[0].token_ids == alone
+
+
+def test_logprobs_are_those_of_a_dense_forward(model: PreTrainedModel) -> None:
+    prompt = prompts()[1]
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    for options in ({}, {"max_num_batched_tokens": 9}):
+        (output,) = llm(model, **options).generate([prompt], params, use_tqdm=False)
+        completion = output.outputs[0]
+        sequence = prompt + completion.token_ids
+        with torch.no_grad():
+            dense = torch.log_softmax(model(torch.tensor([sequence])).logits[0].float(), -1)
+        assert output.prompt_logprobs is not None and completion.logprobs is not None
+        assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
+        entries = [*output.prompt_logprobs[1:], *completion.logprobs]
+        # fp32 sums of ~100 terms in another order: 1e-4 is 800 roundings of a value near 1
+        for position, entry in enumerate(entries):
+            assert entry is not None and sequence[position + 1] in entry
+            for token, value in entry.items():
+                assert value.logprob == pytest.approx(float(dense[position, token]), abs=1e-4)
+        top = dense[len(prompt) - 1].topk(3).indices.tolist()
+        assert set(top) <= set(completion.logprobs[0])
+
+
+def test_a_stop_token_ends_a_request_and_frees_its_blocks_with_a_step_in_flight(model: PreTrainedModel) -> None:
+    reference = tokens(llm(model).generate([prompts()[0]], GREEDY, use_tqdm=False))[0]
+    stop = reference[7]
+    first = reference.index(stop)
+    params = SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(stop,), ignore_eos=True)
+    for asynchronous in (False, True):
+        engine = llm(model, async_scheduling=asynchronous)
+        (output,) = engine.generate([prompts()[0]], params, use_tqdm=False)
+        completion = output.outputs[0]
+        assert completion.token_ids == reference[: first + 1]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        engine.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "empty"), ([3, -1], "-1"), ([3, 120], "120"), (list(range(1, 101)) * 6, "prompt of 600 tokens")],
+    ids=["empty", "negative", "beyond-vocabulary", "too-long"],
+)
+def test_a_prompt_that_cannot_run_ends_in_an_error_and_harms_nobody(
+    model: PreTrainedModel, alone: dict[str, list[list[int]]], prompt: list[int], message: str
+) -> None:
+    outputs = llm(model).generate([prompts()[0], prompt, prompts()[1]], GREEDY, use_tqdm=False)
+    assert outputs[1].finished and outputs[1].outputs[0].finish_reason == "error"
+    assert message in (outputs[1].error or "")
+    assert [outputs[i].outputs[0].token_ids for i in (0, 2)] == alone["auto"][:2]
+
+
+def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
+    (output,) = llm(tiny_llama(), num_blocks=4).generate([prompts()[2]], GREEDY, use_tqdm=False)
+    assert "KV blocks" in (output.error or "")
+
+
+def test_an_aborted_request_has_one_terminal_output(model: PreTrainedModel) -> None:
+    engine = Engine(model, EngineConfig(num_blocks=40, block_size=16))
+    engine.add_request("a", prompts()[0], GREEDY)
+    engine.add_request("b", prompts()[1], GREEDY)
+    seen = [engine.step() for _ in range(3)]
+    (aborted,) = engine.abort("a")
+    assert aborted.outputs[0].finish_reason == "abort" and 0 < len(aborted.outputs[0].token_ids) < 24
+    assert engine.abort("a") == []
+    while engine.has_work:
+        seen.append(engine.step())
+    ends = [o.request_id for step in seen for o in step if o.finished]
+    assert ends == ["b"]
+    engine.scheduler.check_integrity()
+
+
+def test_an_id_in_use_is_refused_and_the_first_request_goes_on(model: PreTrainedModel) -> None:
+    engine = Engine(model, EngineConfig(num_blocks=40, block_size=16))
+    engine.add_request("a", prompts()[0], GREEDY)
+    with pytest.raises(ValueError, match="'a'"):
+        engine.add_request("a", prompts()[1], GREEDY)
+    outputs = [o for _ in range(30) for o in engine.step()]
+    assert [o.request_id for o in outputs] == ["a"]
+
+
+def test_streamed_tokens_grow_to_the_final_output(model: PreTrainedModel) -> None:
+    engine = llm(model)
+    steps = list(engine.stream(prompts()[1], GREEDY))
+    lengths = [len(o.outputs[0].token_ids) for o in steps]
+    assert lengths == sorted(lengths) and lengths[-1] == 24 and steps[-1].finished
+    assert tokens(engine.generate([prompts()[1]], GREEDY, use_tqdm=False))[0] == steps[-1].outputs[0].token_ids
+
+
+def test_an_abandoned_stream_leaves_no_request_behind(model: PreTrainedModel) -> None:
+    engine = llm(model)
+    stream = engine.stream(prompts()[1], GREEDY)
+    next(stream)
+    stream.close()
+    assert not engine.engine.scheduler.has_work
+    engine.engine.scheduler.check_integrity()
+
+
+def test_weights_written_in_place_are_seen_and_old_prefixes_are_not(model: PreTrainedModel) -> None:
+    engine = llm(model)
+    before = tokens(engine.generate(prompts(), GREEDY, use_tqdm=False))
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    saved = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.mul_(-1)
+        changed = tokens(engine.generate(prompts(), GREEDY, use_tqdm=False))
+        assert changed != before
+        assert changed == run(model)
+    finally:
+        with torch.no_grad():
+            weight.copy_(saved)
+    assert tokens(engine.generate(prompts(), GREEDY, use_tqdm=False)) == before
+
+
+def test_an_unknown_option_names_the_allowed_ones(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"max_num_seq\b.*max_num_seqs"):
+        LLM(model, max_num_seq=4)
