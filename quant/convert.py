@@ -75,6 +75,6 @@ def converters(problems: list[str], *, fp8_experts: bool) -> list[WeightConverte
     for projection in sum(PROJECTIONS, ()):
         target = "weight" if fp8_experts else "packed"
         sources = [f".experts.*.{projection}.{suffix}$" for suffix in dict.fromkeys(suffixes)]
-        made.append(WeightConverter(sources, f".experts.{projection}.{target}", operations=[Repack(problems)]))
-    made.append(WeightConverter([rf"\.{s}$" for s in PACKED_SUFFIXES], ".packed", operations=[Repack(problems)]))
+        made.append(WeightConverter(sources, rf"\.experts\.{projection}\.{target}", operations=[Repack(problems)]))
+    made.append(WeightConverter([rf"\.{s}$" for s in PACKED_SUFFIXES], r"\.packed", operations=[Repack(problems)]))
     return made

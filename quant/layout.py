@@ -82,12 +82,16 @@ def identify(name: str, found: Mapping[str, TensorSpec], in_features: int, out_f
     Raises ValueError naming the tensor, what was expected and what was found.
     """
     kinds = _kinds(name, found, label)
-    failures: list[str] = []
+    failures: list[tuple[int, str]] = []
     for kind in kinds:
         for bits in _candidate_bits(kind, label):
             group_size = _group_size(kind, found, in_features, label)
             expected = _expected(kind, in_features, out_features, bits, group_size)
-            problem = _mismatch(name, kind, bits, expected, found)
+            ragged = None
+            if in_features % group_size and kind.startswith(("awq", "llm")):
+                ragged = (f"module {name}: {in_features} input channels are no multiple of group_size {group_size}, which "
+                          "AWQ cannot store (GPTQ can): quantize with a smaller group_size")  # fmt: skip
+            problem = _mismatch(name, kind, bits, expected, found, ragged)
             if problem is None:
                 _check_bits(name, bits, label)
                 return Layout(
@@ -95,7 +99,7 @@ def identify(name: str, found: Mapping[str, TensorSpec], in_features: int, out_f
                     zero_offset=label.zero_offset, tensors=dict(found),
                 )  # fmt: skip
             failures.append(problem)
-    raise ValueError(failures[0])
+    raise ValueError(max(failures, key=lambda failure: failure[0])[1])  # the nearest layout's; the label's on a tie
 
 
 def _kinds(name: str, found: Mapping[str, TensorSpec], label: Label) -> list[str]:
@@ -142,7 +146,10 @@ def gemv_width(in_features: int, group_size: int) -> int:
     return -(-base // multiple) * multiple
 
 
-def _expected(kind: str, k: int, n: int, bits: int, group_size: int) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+_Expected = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # suffix -> allowed dtypes, shape
+
+
+def _expected(kind: str, k: int, n: int, bits: int, group_size: int) -> _Expected:
     groups = -(-k // group_size)
     ints = ("I32",)
     if kind == "gptq":
@@ -170,20 +177,21 @@ _OPTIONAL = {
 
 
 def _mismatch(
-    name: str, kind: str, bits: int, expected: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]],
-    found: Mapping[str, TensorSpec],
-) -> str | None:  # fmt: skip
-    """The first difference between the expected and the found tensors, as a sentence; None when they agree."""
+    name: str, kind: str, bits: int, expected: _Expected, found: Mapping[str, TensorSpec], ragged: str | None
+) -> tuple[int, str] | None:
+    """None when the tensors agree, else how many did and the first that did not, as a sentence."""
     what = f"{kind}, {bits} bits"
+    agree, problem = 0, ragged
     for suffix, (dtypes, shape) in expected.items():
         tensor = found.get(suffix)
         if tensor is None:
-            if suffix in _OPTIONAL.get(kind, ()):
-                continue
-            return f"tensor {name}.{suffix} is missing: expected {dtypes[0]} {list(shape)} ({what})"
-        if tensor.dtype not in dtypes or tensor.shape != shape:
-            return f"tensor {name}.{suffix}: expected {' or '.join(dtypes)} {list(shape)} ({what}), found {tensor}"
-    unknown = sorted(set(found) - set(expected))
-    if unknown:
-        return f"tensor {name}.{unknown[0]} ({found[unknown[0]]}) does not belong to layout {kind}"
-    return None
+            if suffix not in _OPTIONAL.get(kind, ()):
+                problem = problem or f"tensor {name}.{suffix} is missing: expected {dtypes[0]} {list(shape)} ({what})"
+        elif tensor.dtype in dtypes and tensor.shape == shape:
+            agree += 1
+        else:
+            wanted = f"{' or '.join(dtypes)} {list(shape)} ({what})"
+            problem = problem or f"tensor {name}.{suffix}: expected {wanted}, found {tensor}"
+    for suffix in sorted(set(found) - set(expected)):
+        problem = problem or f"tensor {name}.{suffix} ({found[suffix]}) does not belong to layout {kind}"
+    return None if problem is None else (agree, problem)

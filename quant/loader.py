@@ -64,6 +64,7 @@ class CheckpointLoader(HfQuantizer):
             for name, experts in plan.experts.items():
                 stacks = {key: _stack(layout, experts.experts) for key, layout in experts.layouts.items()}
                 model.set_submodule(name, PackedExperts(model.get_submodule(name), stacks))
+        _mark_initialized(model, [*plan.linears, *plan.experts])
         self._untie(model)
         self._read_kv_scales(model, header)
         _ignore(model, [*plan.unused, *plan.kv_scales])
@@ -151,6 +152,16 @@ def _ignore(model: PreTrainedModel, names: Sequence[str]) -> None:
     """Tell this model (not its class) that these file tensors are rightly unused."""
     known = set(model._keys_to_ignore_on_load_unexpected or ())
     model._keys_to_ignore_on_load_unexpected = known | {f"^{name.replace('.', chr(92) + '.')}$" for name in names}
+
+
+def _mark_initialized(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Keep `_init_weights` off the replaced modules and off parents that only hold them: some (GPT-2's attention)
+    initialise `self.c_proj.weight`, which is gone. The plan saw to it that nothing is left to initialise."""
+    for name in names:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        own = [*parent.parameters(recurse=False), *parent.buffers(recurse=False)]
+        for module in [model.get_submodule(name), *([] if own else [parent])]:
+            setattr(module, "_is_hf_initialized", True)
 
 
 def _offloaded(module: nn.Module) -> bool:

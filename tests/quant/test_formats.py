@@ -1,0 +1,204 @@
+"""Every layout is read from its definition and written back bit for bit; what fits no layout is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quant_files import Cell, pack_linear, random_integers
+from safetensors.torch import load, save
+from torch import Tensor
+
+from hf_paged.kernels.packed_weight import pack_codes, unpack_codes
+from hf_paged.quant.formats import read, stored_zero_offset, write
+from hf_paged.quant.layout import Label, TensorSpec, identify
+from hf_paged.quant.pack import pack, unpack
+from hf_paged.quant.weight import dequantize
+
+_NAMES = {
+    torch.int32: "I32", torch.int16: "I16", torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float32: "F32",
+}  # fmt: skip
+SHAPES = {"gptq": (40, 160), "compressed": (24, 160), "awq_gemm": (40, 192)}  # N and K are no multiples of 64 or 128
+AWQ_KINDS = ("awq_gemm", "awq_gemv", "awq_gemv_fast", "llm_awq")
+
+
+def _cells() -> list[Cell]:
+    cells = [
+        Cell(kind="gptq", bits=bits, group_size=group, symmetric=sym, act_order=order, version=version)
+        for bits in (2, 3, 4, 8)
+        for group in (32, -1)
+        for sym in (True, False)
+        for order in (True, False)
+        for version in (1, 2)
+    ]
+    cells += [
+        Cell(kind="compressed", bits=bits, group_size=group, symmetric=sym, act_order=order)
+        for bits in (4, 8)
+        for group in (32, -1)
+        for sym in (True, False)
+        for order in (True, False)
+    ]
+    cells += [Cell(kind=kind, group_size=group, symmetric=sym) for kind in AWQ_KINDS for group in (32, 64, -1)
+              for sym in (True, False)]  # fmt: skip
+    cells += [Cell(kind=kind, scales=dtype) for kind in ("gptq", "awq_gemm", "compressed")
+              for dtype in (torch.bfloat16, torch.float32)]  # fmt: skip
+    return cells
+
+
+def _specs(tensors: dict[str, Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(dtype=_NAMES[value.dtype], shape=tuple(value.shape)) for name, value in tensors.items()}
+
+
+def _label(cell: Cell) -> Label:
+    method = {"gptq": "gptq", "compressed": "compressed-tensors"}.get(cell.kind, "awq")
+    return Label(bits=cell.bits, group_size=cell.group_size, method=method, zero_offset=2 - cell.version)
+
+
+@pytest.mark.parametrize("cell", _cells(), ids=str)
+def test_a_layout_reads_as_defined_and_writes_back_its_own_words(cell: Cell) -> None:
+    """A nibble order, group axis or zero offset that is off by one gives fluent nonsense; here it differs from the integers."""
+    n, k = SHAPES.get(cell.kind, (40, 192))
+    integers = random_integers(cell, n, k)
+    tensors = load(save(pack_linear(cell, integers)))
+    layout = identify("m", _specs(tensors), k, n, _label(cell))
+    weight = read("m", layout, tensors)
+    assert torch.equal(weight.codes, integers.codes)
+    assert torch.equal(dequantize(weight, torch.float32).float(), integers_dequantized(weight.scales.dtype, integers))
+    packed = pack(weight)
+    again = write(layout, unpack(packed))
+    assert set(again) == set(tensors)
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+def integers_dequantized(dtype: torch.dtype, integers: object) -> Tensor:
+    codes, zeros = integers.codes.to(dtype), integers.zeros[integers.g_idx.long()].t().to(dtype)
+    return ((codes - zeros) * integers.scales[integers.g_idx.long()].t()).float()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_tiles_hold_every_code_once(bits: int) -> None:
+    """Ragged rows and channels pad a tile; a wrong stride there corrupts the last rows only."""
+    codes = torch.randint(0, 1 << bits, (72, 136), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(unpack_codes(pack_codes(codes, bits), bits, 136, 72), codes)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("version", [1, 2])
+def test_symmetric_zero_points_overrule_a_lying_version_label(bits: int, version: int) -> None:
+    """vllm PR 38966: files labelled v1 that hold v2 zeros answer only '!!!!'."""
+    cell = Cell(bits=bits, symmetric=True, version=version)
+    integers = random_integers(cell, 32, 64)
+    tensors = pack_linear(cell, integers)
+    lie = Label(bits=bits, group_size=32, zero_offset=0 if version == 1 else 1)
+    weight = read("m", identify("m", _specs(tensors), 64, 32, lie), tensors)
+    assert weight.zeros is None and torch.equal(weight.codes, integers.codes)
+
+
+def test_asymmetric_zero_points_overrule_a_lying_label_only_when_the_data_is_clear() -> None:
+    """Weights average to zero, so codes minus zeros do; without such evidence the label stands."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 4096, generator=generator)
+    zeros = torch.randint(5, 11, (64, 1), generator=generator)
+    codes = (torch.round(weight * 1.5) + zeros).clamp(0, 15).to(torch.uint8)
+    v2, v1 = zeros.t().to(torch.uint8), (zeros.t() - 1).to(torch.uint8)
+    assert [stored_zero_offset(v1, codes, 4, label) for label in (0, 1)] == [1, 1]
+    assert [stored_zero_offset(v2, codes, 4, label) for label in (0, 1)] == [0, 0]
+    unclear = (v1.int() + 4).to(torch.uint8)
+    assert [stored_zero_offset(unclear, codes, 4, label) for label in (0, 1)] == [0, 1]
+
+
+def test_a_wrapped_zero_is_read_masked() -> None:
+    """Zero 0 stored as 0 - 1 is all ones; AutoGPTQ adds 1 without masking and reads 4 at two bits."""
+    cell = Cell(bits=2, symmetric=False)
+    integers = random_integers(cell, 32, 64)
+    integers.zeros[0, :5] = 0
+    tensors = pack_linear(cell, integers)
+    layout = identify("m", _specs(tensors), 64, 32, _label(cell))
+    assert torch.equal(read("m", layout, tensors).zeros, integers.zeros)
+    assert int(read("m", layout, tensors, mask_zeros=False).zeros[0, 0]) == 4
+
+
+def test_an_all_zero_g_idx_means_the_natural_order() -> None:
+    """Some writers leave g_idx unset; reading it literally puts every channel in group 0."""
+    cell = Cell(symmetric=True)
+    tensors = pack_linear(cell, random_integers(cell, 32, 64))
+    tensors["g_idx"] = torch.zeros_like(tensors["g_idx"])
+    assert read("m", identify("m", _specs(tensors), 64, 32, _label(cell)), tensors).g_idx is None
+
+
+def test_a_ragged_last_group_is_read_by_gptq_and_refused_by_awq() -> None:
+    """Hidden size 576 at group 128: GPTQ writes a short last group, AWQ's layout has no place for one."""
+    cell = Cell(group_size=128, symmetric=False, act_order=True)
+    integers = random_integers(cell, 32, 192 + 96)
+    tensors = pack_linear(cell, integers)
+    layout = identify("m", _specs(tensors), 288, 32, _label(cell))
+    packed = pack(read("m", layout, tensors))
+    assert packed.scales.shape[0] == 3
+    assert torch.equal(unpack(packed).g_idx, integers.g_idx)
+    awq = _specs(pack_linear(Cell(kind="awq_gemm", group_size=128), random_integers(Cell(group_size=128), 32, 288)))
+    with pytest.raises(ValueError, match=r"288 input channels are no multiple of group_size 128, which AWQ cannot store"):
+        identify("m", awq, 288, 32, Label(method="awq", group_size=128, bits=4))
+
+
+BROKEN = [
+    ("qweight", lambda t: t.t().contiguous(), r"tensor m\.qweight: expected I32 \[8, 32\] .*found I32 \[32, 8\]"),
+    ("scales", lambda t: t[:1], r"tensor m\.qzeros: expected I32|tensor m\.scales: expected"),
+    ("scales", lambda t: t.to(torch.int32), r"tensor m\.scales: expected F16 or BF16 or F32 \[2, 32\].*found I32"),
+    ("qzeros", lambda t: t[:, :1], r"tensor m\.qzeros: expected I32 \[2, 4\].*found I32 \[2, 1\]"),
+    ("g_idx", lambda t: t[:5], r"tensor m\.g_idx: expected I32 or I64 \[64\]"),
+]
+
+
+@pytest.mark.parametrize(("suffix", "change", "message"), BROKEN)
+def test_a_misshapen_tensor_is_named_with_expected_and_found(suffix: str, change: object, message: str) -> None:
+    cell = Cell()
+    tensors = pack_linear(cell, random_integers(cell, 32, 64))
+    tensors[suffix] = change(tensors[suffix])
+    with pytest.raises(ValueError, match=message):
+        identify("m", _specs(tensors), 64, 32, _label(cell))
+
+
+def test_missing_extra_and_mislabelled_tensors_are_named() -> None:
+    cell = Cell()
+    tensors = _specs(pack_linear(cell, random_integers(cell, 32, 64)))
+    with pytest.raises(ValueError, match=r"m\.scales is missing"):
+        identify("m", {name: spec for name, spec in tensors.items() if name != "scales"}, 64, 32, _label(cell))
+    with pytest.raises(ValueError, match=r"m\.weight_g_idx .* does not belong to layout gptq"):
+        identify("m", {**tensors, "weight_g_idx": tensors["g_idx"]}, 64, 32, _label(cell))
+    with pytest.raises(ValueError, match="quantization_config says 8 bits, the tensors hold 4"):
+        identify("m", tensors, 64, 32, Label(bits=8, group_size=32))
+    with pytest.raises(ValueError, match=r"tensor m\.weight_zero_point .*expected I32|weight_zero_point: expected I32"):
+        packed = _specs(pack_linear(Cell(kind="compressed"), random_integers(cell, 32, 64)))
+        unpacked = TensorSpec(dtype="I8", shape=(32, 2))  # vllm 17862: zero points left unpacked
+        identify("m", {**packed, "weight_zero_point": unpacked}, 64, 32, Label(method="compressed-tensors", bits=4))
+    with pytest.raises(ValueError, match=r"m\.weight_scale .*has no packed weight beside it.*re-save"):
+        identify("m", {"weight_scale": TensorSpec(dtype="F8_E4M3", shape=(32, 4))}, 64, 32, Label())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scales": float("nan")}, r"m\.scales: expected finite scales, found 1 NaN"),
+        ({"g_idx": 7}, r"m\.g_idx: expected groups in \[0, 2\), found \[0, 7\]"),
+        ({"g_idx": -1}, r"m\.g_idx: expected groups in \[0, 2\), found \[-1, 1\]"),
+        ({"g_idx": 1}, r"m\.g_idx: expected 32 channels in group 0, found 31"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_named(change: dict[str, float], message: str) -> None:
+    cell = Cell()
+    tensors = pack_linear(cell, random_integers(cell, 32, 64))
+    for name, value in change.items():
+        tensors[name].view(-1)[0] = value
+    with pytest.raises(ValueError, match=message):
+        read("m", identify("m", _specs(tensors), 64, 32, _label(cell)), tensors)
+
+
+def test_a_square_awq_layer_is_told_from_its_gemv_twin() -> None:
+    """With N = K both layouts have the same qweight shape: only the scales tell them apart, whatever the label."""
+    for kind in ("awq_gemm", "awq_gemv"):
+        cell = Cell(kind=kind, symmetric=False)
+        integers = random_integers(cell, 64, 64)
+        tensors = pack_linear(cell, integers)
+        layout = identify("m", _specs(tensors), 64, 64, Label(method="awq", bits=4, group_size=32))
+        assert layout.kind == kind
+        assert torch.equal(read("m", layout, tensors).codes, integers.codes)

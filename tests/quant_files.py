@@ -1,0 +1,232 @@
+"""Quantized files written from the formats' definitions, independently of the package's own packing.
+
+`pack_linear` packs integers the slow, obvious way (a bit string), `quantize` rounds a weight to the nearest code, and
+`write_model` saves a tiny model with every linear quantized, beside a plain model that holds the dequantized weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One layout to write."""
+
+    kind: str = "gptq"  # gptq awq_gemm awq_gemv awq_gemv_fast llm_awq compressed
+    bits: int = 4
+    group_size: int = 32  # -1: one group
+    symmetric: bool = False
+    act_order: bool = False
+    version: int = 1  # GPTQ zero points: 1 = zero - 1, 2 = as they are
+    scales: torch.dtype = torch.float16
+
+    def __str__(self) -> str:
+        flags = f"{'sym' if self.symmetric else 'asym'}{'-actorder' if self.act_order else ''}-v{self.version}"
+        return f"{self.kind}-{self.bits}bit-g{self.group_size}-{flags}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Integers:
+    """What was written: codes [N, K], zeros and scales [groups, N], g_idx [K]."""
+
+    codes: Tensor
+    zeros: Tensor
+    scales: Tensor
+    g_idx: Tensor
+
+    def dequantize(self) -> Tensor:
+        """[N, K] fp32, exact."""
+        zeros, scales = self.zeros[self.g_idx.long()].t(), self.scales[self.g_idx.long()].t()
+        return (self.codes.float() - zeros.float()) * scales.float()
+
+
+def bit_string(fields: np.ndarray, bits: int) -> Tensor:
+    """[R, C] unsigned fields -> [R, words] int32: each row one little-endian bit string, padded to whole words."""
+    planes = (fields[..., None] >> np.arange(bits)) & 1
+    stream = planes.reshape(fields.shape[0], -1).astype(np.uint8)
+    step = 96 if bits == 3 else 32
+    stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % step)))
+    return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view("<i4").copy())
+
+
+def interleave(codes: np.ndarray) -> Tensor:
+    """AWQ's interleaved int16 words, one element at a time, from the description of its kernel."""
+    n, k = codes.shape
+    words = np.zeros((n // 4, k), dtype=np.uint16)
+    for column in range(k):
+        block, inside = divmod(column, 32)
+        quarter, eighth, half = inside // 8, (inside % 8) // 2, inside % 2  # pairs 0,1,8,9,16,17,24,25,2,3,...
+        position = eighth * 8 + quarter * 2 + half
+        group, value = divmod(position, 8)  # every eight stored as 0,2,4,6,1,3,5,7
+        position = block * 32 + group * 8 + AWQ_ORDER.index(value)
+        for row in range(n):
+            flat = (row % 4) * 64 + position % 64  # four rows after one another per 64 columns
+            words[row // 4, position // 64 * 64 + flat // 4] |= int(codes[row, column]) << (4 * (flat % 4))
+    return torch.from_numpy(words.view(np.int16).copy())
+
+
+def pack_linear(cell: Cell, integers: Integers) -> dict[str, Tensor]:
+    """The file tensors of one linear, by suffix."""
+    codes = integers.codes.numpy().astype(np.int64)
+    zeros = integers.zeros.numpy().astype(np.int64)
+    (n, k), groups, bits = codes.shape, zeros.shape[0], cell.bits
+    if cell.kind == "gptq":
+        stored = (zeros - (1 if cell.version == 1 else 0)) % (1 << bits)
+        return {"qweight": bit_string(codes, bits).t().contiguous(), "qzeros": bit_string(stored, bits),
+                "scales": integers.scales, "g_idx": integers.g_idx}  # fmt: skip
+    if cell.kind == "compressed":
+        out = {"weight_packed": bit_string(codes, bits), "weight_scale": integers.scales.t().contiguous(),
+               "weight_shape": torch.tensor([n, k])}  # fmt: skip
+        if not cell.symmetric:
+            out["weight_zero_point"] = bit_string(zeros, bits).t().contiguous()
+        if cell.act_order:
+            out["weight_g_idx"] = integers.g_idx
+        return out
+    if cell.kind == "awq_gemm":
+        def awq(fields: np.ndarray) -> Tensor:
+            return bit_string(fields.reshape(fields.shape[0], -1, 8)[:, :, AWQ_ORDER].reshape(fields.shape[0], -1), 4)
+
+        return {"qweight": awq(codes.T), "qzeros": awq(zeros), "scales": integers.scales}
+    width = -(-groups // 8)
+    multiple = {64: 2, 32: 4}.get(cell.group_size, 1)
+    width = -(-width // multiple) * multiple
+    padded = torch.zeros(n, width * 8, dtype=integers.scales.dtype)
+    padded[:, :groups] = integers.scales.t()
+    if cell.kind == "awq_gemv":
+        fields = np.zeros((n, width * 8), dtype=np.int64)
+        fields[:, :groups] = zeros.T
+        return {"qweight": bit_string(codes, 4), "qzeros": bit_string(fields, 4), "scales": padded}
+    scaled = torch.zeros_like(padded)
+    scaled[:, :groups] = -(integers.scales.float() * integers.zeros.float()).t().to(padded.dtype)
+    name = "scaled_zeros" if cell.kind == "llm_awq" else "qzeros"
+    return {"qweight": interleave(codes), "scales": padded.t().contiguous(), name: scaled.t().contiguous()}
+
+
+def random_integers(cell: Cell, n: int, k: int, seed: int = 0) -> Integers:
+    """Uniform codes, zeros around the middle, scales that keep an activation's size."""
+    generator = torch.Generator().manual_seed(seed)
+    group_size = k if cell.group_size == -1 else cell.group_size
+    groups, levels = -(-k // group_size), 1 << cell.bits
+    codes = torch.randint(0, levels, (n, k), generator=generator, dtype=torch.uint8)
+    zeros = torch.full((groups, n), levels // 2, dtype=torch.uint8)
+    if not cell.symmetric:
+        zeros = torch.randint(0, levels, (groups, n), generator=generator, dtype=torch.uint8)
+    scales = ((torch.rand(groups, n, generator=generator) + 0.5) / levels / k**0.5).to(cell.scales)
+    g_idx = torch.arange(k, dtype=torch.int32) // group_size
+    if cell.act_order:
+        g_idx = g_idx[torch.randperm(k, generator=generator)]
+    return Integers(codes=codes, zeros=zeros, scales=scales, g_idx=g_idx)
+
+
+def quantize(weight: Tensor, cell: Cell, seed: int = 0) -> Integers:
+    """Round `[N, K]` to the nearest codes of its groups."""
+    n, k = weight.shape
+    base = random_integers(cell, n, k, seed)
+    levels = (1 << cell.bits) - 1
+    groups = base.zeros.shape[0]
+    low = torch.zeros(groups, n)
+    high = torch.zeros(groups, n)
+    for group in range(groups):
+        part = weight[:, base.g_idx == group].float()
+        low[group], high[group] = part.amin(1).clamp_max(0), part.amax(1).clamp_min(0)
+    if cell.symmetric:
+        high = torch.maximum(high, -low)
+        scales, zeros = high / (levels // 2), torch.full_like(high, (levels + 1) // 2)
+    else:
+        scales = (high - low) / levels
+        zeros = torch.round(-low / scales.clamp_min(1e-8)).clamp(0, levels)
+    scales = scales.clamp_min(1e-4).to(cell.scales)
+    index = base.g_idx.long()
+    codes = torch.round(weight.float() / scales.float()[index].t()) + zeros[index].t()
+    return Integers(codes=codes.clamp(0, levels).to(torch.uint8), zeros=zeros.to(torch.uint8), scales=scales, g_idx=base.g_idx)
+
+
+def config_of(cell: Cell) -> dict[str, object]:
+    """The `quantization_config` that a tool writes for `cell`."""
+    if cell.kind == "gptq":
+        return {"quant_method": "gptq", "bits": cell.bits, "group_size": cell.group_size, "sym": cell.symmetric,
+                "desc_act": cell.act_order, "checkpoint_format": "gptq" if cell.version == 1 else "gptq_v2"}  # fmt: skip
+    if cell.kind == "compressed":
+        weights = {"num_bits": cell.bits, "type": "int", "symmetric": cell.symmetric,
+                   "strategy": "channel" if cell.group_size == -1 else "group",
+                   "group_size": None if cell.group_size == -1 else cell.group_size}  # fmt: skip
+        return {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+                "ignore": ["lm_head"], "kv_cache_scheme": None}  # fmt: skip
+    version = {"awq_gemm": "GEMM", "awq_gemv": "gemv", "awq_gemv_fast": "gemv_fast", "llm_awq": "llm-awq"}[cell.kind]
+    return {"quant_method": "awq", "bits": 4, "group_size": cell.group_size, "zero_point": True, "version": version,
+            "modules_to_not_convert": None, "do_fuse": False}  # fmt: skip
+
+
+def write_model(
+    model: PreTrainedModel, folder: Path, cell: Cell, *, cells: dict[str, Cell | None] | None = None, head: bool = False,
+    config: dict[str, object] | None = None, extra: dict[str, Tensor] | None = None, shards: int = 1,
+) -> PreTrainedModel:  # fmt: skip
+    """Save `model` with its linears quantized as `cell` (or by file name as `cells`; None: left plain), and return the
+    plain model that holds the dequantized weights. `head`: quantize `lm_head` too."""
+    state = _file_state(model, folder)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+    dense, packed = dict(state), dict(state)
+    for key, weight in state.items():
+        base = key.removesuffix(".weight")
+        module = next((m for name, m in linears.items() if key.endswith(".weight") and name.endswith(base)), None)
+        expert = re.search(r"experts\.\d+\.\w+\.weight$", key)
+        one = (cells or {}).get(base, cell)
+        if one is None or not (module or expert) or (module is model.get_output_embeddings() and not head):
+            continue
+        transposed = isinstance(module, Conv1D)
+        integers = quantize(weight.t() if transposed else weight, one, seed=len(key))
+        value = integers.dequantize().to(weight.dtype)
+        dense[key] = (value.t() if transposed else value).contiguous()
+        del packed[key]
+        packed |= {f"{base}.{suffix}": tensor for suffix, tensor in pack_linear(one, integers).items()}
+    save_files(folder, packed | (extra or {}), model.config.to_dict(), config or config_of(cell), shards)
+    save_files(folder / "dense", dense, model.config.to_dict(), None)
+    attention = model.config._attn_implementation
+    return AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=model.dtype, attn_implementation=attention)
+
+
+def _file_state(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """The model's tensors under the names its files use."""
+    model.save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    return state
+
+
+def save_files(
+    folder: Path, tensors: dict[str, Tensor], config: dict[str, object], quantization: dict[str, object] | None,
+    shards: int = 1,
+) -> None:  # fmt: skip
+    """Write weights (in `shards` files) and config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {key: value for key, value in config.items() if key not in ("quantization_config",)}
+    dtype = config.get("dtype")
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    names = sorted(tensors)
+    if shards == 1:
+        save_file({name: tensors[name].contiguous() for name in names}, folder / "model.safetensors", {"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for index in range(shards):
+        file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name].contiguous() for name in names[index::shards]}
+        save_file(part, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
