@@ -160,6 +160,7 @@ class _Lockstep:
         input_ids = self._input_ids
         alive = torch.ones(len(self._requests), dtype=torch.long, device=input_ids.device)
         pad = config._pad_token_tensor
+        pads_ended_rows = pad is not None and config._eos_token_tensor is not None
         try:
             for request in self._requests:
                 scheduler.add(request)
@@ -170,13 +171,14 @@ class _Lockstep:
                     tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
                 else:
                     tokens = torch.argmax(scores, dim=-1)
-                if pad is not None and config._eos_token_tensor is not None:
+                if pads_ended_rows:
                     tokens = tokens * alive + pad * (1 - alive)
                 input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
                 if streamer is not None:
                     streamer.put(tokens.cpu())
                 alive = alive & ~criteria(input_ids, scores)
-                if not self._advance(tokens, alive):
+                # Without eos dense generate pads nothing: a row that a criterion ended goes on until all have ended.
+                if not self._advance(tokens, alive if pads_ended_rows else alive.max().expand_as(alive)):
                     break
         finally:
             for request in self._requests:
@@ -275,7 +277,7 @@ class EngineRegistry:
         if engine is None or not _is_large_enough(engine, config, num_rows, max_length):
             slot.engine = None  # its blocks are free before the new ones are taken
             slot.engine = engine = _new_engine(model, config, engine, num_rows, max_length)
-            slot.structure, slot.wanted = structure, config
+            slot.structure, slot.wanted = ModelFingerprint(model).structure, config  # fusion moves weights together
         engine.scheduler.reset_prefix_cache()
         return engine
 

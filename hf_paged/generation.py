@@ -12,9 +12,6 @@ import copy
 import functools
 import inspect
 import logging
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,14 +24,11 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_paged.attention import ATTENTION_NAME
 from hf_paged.config import EngineConfig
-from hf_paged.layer_probe import check_supported, probe_layers
 from hf_paged.loop_generation import ModeArguments, loop_of, new_cache, run_loop
-from hf_paged.model_view import ViewRegistry
 from hf_paged.paged_cache import PagedCache
+from hf_paged.served_models import paged_view, takes_keywords
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +41,7 @@ _ENGINE_OPTIONS = (
     "max_num_batched_tokens",
     "cuda_graphs",
     "async_scheduling",
+    "fuse",
 )
 CACHE_OPTIONS = _STORE_OPTIONS + _ENGINE_OPTIONS
 
@@ -114,7 +109,7 @@ def _generate_paged(model: PreTrainedModel, original: Callable[..., Any], call: 
     if cache is not None and options:
         raise ValueError("cache_config was given with a PagedCache, which has its options already")
     config = engine_config(options)
-    paged_view(model)  # refuses models that pages cannot serve
+    view = paged_view(model)
     stop_strings = _withdraw(model, call, "stop_strings")
     if stop_strings is not None:
         call["stopping_criteria"] = _with_stop_strings(stop_strings, call)
@@ -125,7 +120,7 @@ def _generate_paged(model: PreTrainedModel, original: Callable[..., Any], call: 
         assistant_tokenizer=call.get("assistant_tokenizer"),
         synced_gpus=call.get("synced_gpus"),
     )
-    call["custom_generate"] = functools.partial(_decode, cache_config=config, arguments=arguments)
+    call["custom_generate"] = functools.partial(_decode, view=view, cache_config=config, arguments=arguments)
     return original(model, **call)
 
 
@@ -176,6 +171,7 @@ def generate(
         stopping_criteria,
         generation_config,
         inputs_tensor,
+        view=paged_view(model),
         cache_config=engine_config(generation_config.cache_config),
         arguments=ModeArguments(),
         **model_kwargs,
@@ -190,6 +186,7 @@ def _decode(
     generation_config: GenerationConfig,
     inputs_tensor: Tensor | None = None,
     *,
+    view: PreTrainedModel,
     cache_config: EngineConfig,
     arguments: ModeArguments,
     **model_kwargs: Any,
@@ -198,7 +195,7 @@ def _decode(
     generation_config.cache_implementation = None  # assistants inherit this config and bring caches of their own
     loop = loop_of(model, generation_config, arguments)
     _check_prompts(input_ids, model_kwargs.get("attention_mask"))
-    driver, reason = _driver_for(generation_config, arguments, model_kwargs)
+    driver, reason = _driver_for(view, generation_config, arguments, model_kwargs)
     logger.info("paged generate: %s (%s)%s", driver, reason, _without_effect(driver, cache_config))
     if driver == "engine":
         from hf_paged.engine_generation import generate_with_engine
@@ -226,7 +223,7 @@ def _decode(
     if driver == "dense":
         return run(model, **model_kwargs)
     # Attention weights come from the model's own attention; under it a PagedCache reads its pages back.
-    runner = model if generation_config.output_attentions else paged_view(model)
+    runner = model if generation_config.output_attentions else view
     if isinstance(model_kwargs.get("past_key_values"), PagedCache):
         return run(runner, **model_kwargs)
     rows, columns = _prompt_shape(input_ids, model_kwargs)
@@ -242,7 +239,10 @@ def _decode(
 
 
 def _driver_for(
-    generation_config: GenerationConfig, arguments: ModeArguments, model_kwargs: Mapping[str, Any]
+    view: PreTrainedModel,
+    generation_config: GenerationConfig,
+    arguments: ModeArguments,
+    model_kwargs: Mapping[str, Any],
 ) -> tuple[str, str]:
     """The one place where the driver is chosen: ("engine" | "loop" | "dense", why)."""
     mode = generation_config.get_generation_mode(arguments.assistant_model)
@@ -260,6 +260,8 @@ def _driver_for(
         return "loop", "assistant" if generation_config.is_assistant else "synced_gpus"
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return "loop", "attentions or hidden states are returned"
+    if not takes_keywords(view):
+        return "loop", f"{type(view).__name__} drops the keyword that carries an engine step"
     other = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _ENGINE_KEYWORDS)
     if other:
         return "loop", f"the forward takes {', '.join(other)}"
@@ -287,38 +289,3 @@ def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> None:
     empty = (~attention_mask.bool().any(-1)).nonzero().flatten().tolist()
     if empty:
         raise ValueError(f"attention_mask masks every token of rows {empty}: a prompt needs at least one")
-
-
-# ---- views -----------------------------------------------------------------------------------------------------------
-
-_VIEWS = ViewRegistry()
-_VIEWS_LOCK = threading.Lock()
-_SERVED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # views whose layers were probed
-
-
-def paged_view(model: PreTrainedModel) -> PreTrainedModel:
-    """The model's view that attends through pages.
-
-    Raises:
-        ValueError: pages cannot serve this model; the message names it and why.
-    """
-    check_supported(model)
-    if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
-        raise ValueError("hf_paged is not registered; call hf_paged.register() (hook=False leaves generate alone)")
-    with _VIEWS_LOCK:
-        view = _VIEWS.get(model)
-        if view not in _SERVED:
-            probe_layers(view)
-            _SERVED.add(view)
-        # The view generates for nobody by default: self-speculation calls `view.generate` for its drafts.
-        view.generation_config = copy.copy(model.generation_config)
-        view.generation_config.cache_implementation = None
-    return view
-
-
-def forget_models() -> None:
-    """Drop every view and engine, as if no paged call had been made."""
-    _VIEWS.clear()
-    engines = sys.modules.get("hf_paged.engine_generation")
-    if engines is not None:
-        engines._ENGINES.clear()

@@ -7,12 +7,13 @@ layer must call the attention function: what it passes there is the truth. Works
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
-from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall, no_mask
+from hf_paged.attention import CONTEXT_KEYWORD, CONTEXT_TAG, AttentionCall, no_mask
 
 # Kinds of `config.layer_types` whose attention is fully described by causality and a sliding window.
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
@@ -59,6 +60,20 @@ class _Probe:
         return call.value.new_zeros(batch, q_len, num_heads, call.value.shape[-1])
 
 
+class _ProbeCache(Cache):
+    """Hands the probe over as `PagedCache` hands over its pages: as a tag on the keys."""
+
+    def __init__(self, probe: _Probe) -> None:
+        super().__init__(layers=[])
+        self._probe = probe
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        setattr(key_states, CONTEXT_TAG, self._probe)
+        return key_states, value_states
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Refuse, before any work, a model whose state does not live in keys and values.
 
@@ -78,8 +93,13 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def probe_layers(view: PreTrainedModel) -> list[LayerSpec]:
+def probe_layers(view: PreTrainedModel, *, through_cache: bool = False) -> list[LayerSpec]:
     """The attention layers of a model whose attention implementation is hf_paged (see `model_view.py`), by layer index.
+
+    Args:
+        through_cache: reach attention by the tag of a cache instead of a keyword of the forward. Models that drop
+            unknown keywords on the way (StableLM) are reached by the tag only, those that expand keys after storing
+            them (latent attention) by the keyword only.
 
     Raises:
         ValueError: a layer does not go through the attention interface, or the model is refused by `check_supported`.
@@ -88,13 +108,8 @@ def probe_layers(view: PreTrainedModel) -> list[LayerSpec]:
     probe = _Probe()
     device = view.get_input_embeddings().weight.device
     token = torch.zeros((1, 1), dtype=torch.long, device=device)
-    view(
-        input_ids=token,
-        position_ids=token,
-        attention_mask=no_mask(device),
-        use_cache=False,
-        **{CONTEXT_KEYWORD: probe},
-    )
+    context = {"past_key_values": _ProbeCache(probe)} if through_cache else {CONTEXT_KEYWORD: probe}
+    view(input_ids=token, position_ids=token, attention_mask=no_mask(device), use_cache=through_cache, **context)
     expected = view.config.get_text_config(decoder=True).num_hidden_layers
     if len(probe.specs) != expected:
         raise ValueError(

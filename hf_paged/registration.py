@@ -13,7 +13,8 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
 from hf_paged.attention import ATTENTION_NAME, paged_attention_forward, paged_attention_mask
-from hf_paged.generation import forget_models, wrap_generate
+from hf_paged.generation import wrap_generate
+from hf_paged.served_models import forget_models
 
 _REPLACED = "__hf_paged_original__"
 
