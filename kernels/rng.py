@@ -24,14 +24,17 @@ def signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
-def stream_of(seed: int, index: int = 0) -> int:
-    """The int64 that names the `index`-th stream of a seed. Neighbouring seeds give unrelated streams."""
-    return signed(_mix64(_mix64(seed) + index * GOLDEN), 64)
+def stream_of(seed: int) -> int:
+    """The int64 that names a seed's stream. Neighbouring seeds give unrelated streams."""
+    return signed(_mix64(_mix64(seed)), 64)
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """A seed in [0, 2^63) for the `index`-th request of an engine, or the `index`-th sequence of a request."""
-    return stream_of(seed, index + 1) & ((1 << 63) - 1)
+    """A seed in [0, 2^63) for the `index`-th request of an engine, or the `index`-th sequence of a request.
+
+    Unlike `seed + index` it is never the seed that a caller gave another request.
+    """
+    return _mix64(_mix64(seed) + (index + 1) * GOLDEN) & ((1 << 63) - 1)
 
 
 def _mix64(x: int) -> int:

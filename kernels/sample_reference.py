@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hf_paged.kernels.rng import gumbel, keys, random_bits
 
+CACHED_ELEMENTS = 1 << 16  # 256 KB in fp32
 WEIGHT_ONE = 2.0**40  # weight of distance 0; 2^18 tokens of it sum to 2^58
 
 
@@ -92,8 +93,12 @@ def sample(logits: Tensor, params: RowSampling, positions: Tensor) -> Tensor:
 
     The best of *all* tokens is the best of the kept ones if it is kept, and whether it is takes one sum over the
     nearer tokens. If it is not, no token as far away is kept either: drop them and guess again. With top_p = 0.95 the
-    first guess stands 19 times in 20.
+    first guess stands 19 times in 20. Large vocabularies go row by row, so that a row stays in the CPU's cache.
     """
+    chunk = max(1, CACHED_ELEMENTS // logits.shape[-1])
+    if len(logits) > chunk:
+        parts = torch.arange(len(logits), device=logits.device).split(chunk)
+        return torch.cat([sample(logits[part], params.select(part), positions[part]) for part in parts])
     distance = distances(logits, params.temperature)
     reach = torch.minimum(params.max_distance, _kth_distance(distance, params.top_k)).unsqueeze(-1)
     score = scores(distance, params, positions).where(distance <= reach, -torch.inf)
