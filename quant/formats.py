@@ -19,6 +19,8 @@ from hf_paged.quant.weight import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
+_EVIDENCE_ROWS = 256  # output channels looked at to tell GPTQ's two zero-point conventions apart
+
 
 def read(name: str, layout: Layout, tensors: Mapping[str, Tensor], *, mask_zeros: bool = True) -> QuantizedWeight:
     """The integers and scales of module `name`; the tensors must have the shapes of `layout`.
@@ -59,12 +61,14 @@ def _check_g_idx(name: str, g_idx: Tensor, layout: Layout) -> Tensor | None:
     return g_idx.to(torch.int32)
 
 
-def stored_zero_offset(stored: Tensor, codes: Tensor, bits: int, label: int) -> int:
+def stored_zero_offset(stored: Tensor, codes: Tensor, group: Tensor, bits: int, label: int) -> int:
     """What was subtracted from GPTQ zeros before storing: 1 (v1) or 0 (v2), from the data where it is decisive.
 
-    Symmetric files store one constant, the midpoint or the midpoint minus one. Otherwise the weights of a layer average to
-    nearly zero, so codes - zero does too, and the two readings differ by a whole step. With 8 bits a step is as small as
-    an ordinary mean, so there (and where neither reading is clear) the label decides.
+    Symmetric files store one constant, the midpoint or the midpoint minus one. Otherwise the weights of a group average
+    to nearly zero, so codes - zero does too, and over thousands of groups the two readings differ by a whole step. With
+    8 bits a step is as small as an ordinary mean, so there, and wherever the evidence is weak, the label decides.
+
+    Args: stored `[groups, N]` as in the file, codes `[N, K]`, group `[K]` int64 (group of each channel).
     """
     middle = 2 ** (bits - 1)
     low, high = int(stored.min()), int(stored.max())
@@ -72,20 +76,26 @@ def stored_zero_offset(stored: Tensor, codes: Tensor, bits: int, label: int) -> 
         return middle - low
     if bits == 8:
         return label
-    mean = codes.double().mean() if codes.numel() < 1 << 20 else codes.float().mean(dim=1).double().mean()
-    v1 = abs(float(mean - ((stored.int() + 1) % 2**bits).double().mean()))
-    v2 = abs(float(mean - stored.double().mean()))
-    if min(v1, v2) < 0.25 and max(v1, v2) > 0.6:
-        return 1 if v1 < v2 else 0
-    return label
+    rows = slice(0, _EVIDENCE_ROWS)
+    groups = stored.shape[0]
+    total = torch.zeros((groups, codes[rows].shape[0]), device=codes.device)
+    mean = total.index_add_(0, group, codes[rows].float().t()) / torch.bincount(group, minlength=groups)[:, None]
+    residual = {offset: mean - ((stored[:, rows].int() + offset) % 2**bits).float() for offset in (0, 1)}
+    away = {offset: abs(float(value.mean())) for offset, value in residual.items()}
+    uncertain = max(float(value.std()) for value in residual.values()) / total.numel() ** 0.5
+    near, far = sorted(away, key=lambda offset: away[offset])
+    decisive = away[near] < 0.25 and away[far] > 0.6 and uncertain < 0.05  # ten standard errors to the nearer bound
+    return near if decisive else label
 
 
 def _read_gptq(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
     codes = packing.unpack_words(tensors["qweight"].t().contiguous(), layout.bits, layout.in_features)
+    g_idx = _check_g_idx(f"{name}.g_idx", tensors["g_idx"], layout) if "g_idx" in tensors else None
     zeros = None
     if "qzeros" in tensors:
         stored = packing.unpack_words(tensors["qzeros"], layout.bits, layout.out_features)
-        offset = stored_zero_offset(stored, codes, layout.bits, layout.zero_offset)
+        group = torch.arange(layout.in_features, device=codes.device) // layout.group_size if g_idx is None else g_idx.long()
+        offset = stored_zero_offset(stored, codes, group, layout.bits, layout.zero_offset)
         if offset != layout.zero_offset:
             logger.warning("%s: the label says GPTQ %s zero points, the data holds %s; the data is followed",
                            name, _version(layout.zero_offset), _version(offset))  # fmt: skip
@@ -94,7 +104,6 @@ def _read_gptq(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_ze
         else:
             zeros = (stored + offset) & (2**layout.bits - 1)
             zeros = _none_if_symmetric(zeros, layout.bits)
-    g_idx = _check_g_idx(f"{name}.g_idx", tensors["g_idx"], layout) if "g_idx" in tensors else None
     return _weight(layout, codes, tensors["scales"], zeros, g_idx)
 
 

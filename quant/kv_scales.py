@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -33,16 +33,16 @@ def is_kv_scale(name: str) -> bool:
     return _NAMES.fullmatch(name) is not None
 
 
-def read_kv_scales(names: Mapping[str, str], load: Callable[[str], Tensor]) -> dict[str, KVScales]:
-    """The scales by attention layer, from {model name: file tensor}. Raises ValueError for a scale nobody can mean."""
+def read_kv_scales(tensors: Mapping[str, Tensor]) -> dict[str, KVScales]:
+    """The scales by attention layer, from their tensors by name. Raises ValueError for a scale nobody can mean."""
     found: dict[str, dict[str, tuple[float, ...]]] = defaultdict(dict)
-    for name, key in names.items():
+    for name, tensor in tensors.items():
         match = _NAMES.fullmatch(name)
         assert match is not None
-        values = tuple(float(value) for value in load(key).float().flatten())
+        values = tuple(float(value) for value in tensor.float().flatten())
         for value in values:
             if not math.isfinite(value) or value <= 0:
-                raise ValueError(f"tensor {key}: expected a KV-cache scale > 0, found {value}; quantize the cache with "
+                raise ValueError(f"tensor {name}: expected a KV-cache scale > 0, found {value}; quantize the cache with "
                                  "scales of its own instead (remove the tensor)")  # fmt: skip
         side = next(group for group in match.groups()[1:] if group)
         for one in "kv" if side == "kv" else side:

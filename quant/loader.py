@@ -43,6 +43,7 @@ class CheckpointLoader(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.problems: list[str] = []
         self.plan = Plan()
+        self.kv_tensors: dict[str, Tensor] = {}  # KV-cache scales of the file, written back at saving
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if getattr(self.quantization_config, "dequantize", False):
@@ -86,9 +87,9 @@ class CheckpointLoader(HfQuantizer):
             logger.info("%s is quantized in the file: it is not tied to %s", key, "the embeddings")
 
     def _read_kv_scales(self, model: PreTrainedModel, header: Header) -> None:
-        scales = read_kv_scales(self.plan.kv_scales, header.load)
-        if scales:
-            model.hf_paged_kv_scales = scales
+        self.kv_tensors = {name: header.load(key) for name, key in self.plan.kv_scales.items()}
+        if self.kv_tensors:
+            model.hf_paged_kv_scales = read_kv_scales(self.kv_tensors)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for name, module in model.named_modules():
@@ -123,12 +124,7 @@ class CheckpointLoader(HfQuantizer):
                 parent, _, projection = name.rpartition(".")
                 experts = enumerate(module.file_tensors())
                 _replace(state, name, module, [(f"{parent}.{e}.{projection}", tensors) for e, tensors in experts])
-        for name in self.plan.kv_scales:
-            layer, _, suffix = name.rpartition(".")
-            scales = getattr(model, "hf_paged_kv_scales", {}).get(layer)
-            if scales is not None and suffix in ("k_scale", "v_scale"):
-                state[name] = torch.tensor(getattr(scales, suffix), dtype=torch.float32)
-        return state, {}
+        return state | self.kv_tensors, {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True

@@ -188,6 +188,8 @@ def write_model(
         if one is None or not (module or expert) or (module is model.get_output_embeddings() and not head):
             continue
         transposed = isinstance(module, Conv1D)
+        if one.kind.startswith("awq") and weight.shape[0] % 8:
+            continue  # AWQ packs eight output channels in a word: tools leave such a layer plain
         integers = quantize(weight.t() if transposed else weight, one, seed=len(key))
         value = integers.dequantize().to(weight.dtype)
         dense[key] = (value.t() if transposed else value).contiguous()

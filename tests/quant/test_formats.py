@@ -100,11 +100,13 @@ def test_asymmetric_zero_points_overrule_a_lying_label_only_when_the_data_is_cle
     weight = torch.randn(64, 4096, generator=generator)
     zeros = torch.randint(5, 11, (64, 1), generator=generator)
     codes = (torch.round(weight * 1.5) + zeros).clamp(0, 15).to(torch.uint8)
-    v2, v1 = zeros.t().to(torch.uint8), (zeros.t() - 1).to(torch.uint8)
-    assert [stored_zero_offset(v1, codes, 4, label) for label in (0, 1)] == [1, 1]
-    assert [stored_zero_offset(v2, codes, 4, label) for label in (0, 1)] == [0, 0]
-    unclear = (v1.int() + 4).to(torch.uint8)
-    assert [stored_zero_offset(unclear, codes, 4, label) for label in (0, 1)] == [0, 1]
+    group = torch.arange(4096) // 128
+    v2 = zeros.t().expand(32, 64).to(torch.uint8)
+    v1, unclear = v2 - 1, v2 + 4
+    found = [[stored_zero_offset(stored, codes, group, 4, label) for label in (0, 1)] for stored in (v1, v2, unclear)]
+    assert found == [[1, 1], [0, 0], [0, 1]]
+    noise = torch.randint(0, 16, (32, 64), generator=generator, dtype=torch.uint8)  # says nothing about the codes
+    assert [stored_zero_offset(noise[:2, :8], codes[:8], group // 16, 4, label) for label in (0, 1)] == [0, 1]
 
 
 def test_a_wrapped_zero_is_read_masked() -> None:
