@@ -129,7 +129,7 @@ def sample_kernel(
     top_p,  # [rows] fp32
     max_distance,  # [rows] fp32
     top_k,  # [rows] int64
-    stream,  # [rows] int64
+    streams,  # [rows] int64
     logits_stride,
     vocab_size,
     BLOCK: tl.constexpr,
@@ -140,7 +140,7 @@ def sample_kernel(
     heat = tl.load(temperature + row)
     mass = tl.load(top_p + row)
     k = tl.load(top_k + row)
-    key = _key(tl.load(stream + row), tl.load(positions + i))
+    key = _key(tl.load(streams + row), tl.load(positions + i))
 
     nearest = _nearest(logits, vocab_size, BLOCK)
     inverse = tl.math.div_rn(1.0, tl.where(heat > 0, heat, 1.0))
