@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels import decode_codes
+from hf_paged.kernels.decode_codes import decode_codes_kernel
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV, Pages, PlainPages
 from hf_paged.kernels.tiles import LOG2_E, normalise_rows, softmax_step
 
@@ -29,10 +31,12 @@ class DecodeConfig:
     """Launch choices of the decode kernel; `eval/kernels_bench.py` sweeps them."""
 
     tile: int  # tokens per tile, at most block_size
-    num_warps: int
-    num_stages: int
     num_splits: int
+    num_warps: int = 4
+    num_stages: int = 3
     byte_permute: bool = True  # int8 -> fp16 by inline assembly (CUDA only)
+    in_registers: bool = False  # the 8-bit kernel of `decode_codes.py`, one warp per program
+    max_registers: int | None = None  # per thread, for the 8-bit kernel
 
 
 @triton.jit
@@ -265,68 +269,71 @@ def decode_attention(
     """
     num_seqs, heads = meta.num_decodes, query.shape[1]
     k, v = layer.k.tensor, layer.v.tensor
-    kv_heads = k.shape[1]
+    kv_heads, group = k.shape[1], heads // k.shape[1]
     bound = min(meta.max_seq_len, window) if window else meta.max_seq_len
-    config = config or choose_config(layer, num_seqs, kv_heads, heads // kv_heads, bound, query.device)
+    config = config or choose_config(query, layer, num_seqs, bound)
     splits = config.num_splits
     partial, lse = out, out
     if splits > 1:
         partial = torch.empty((num_seqs, heads, splits, v.shape[3]), dtype=torch.float32, device=out.device)
         lse = torch.empty((num_seqs, heads, splits), dtype=torch.float32, device=out.device)
-    v_block = triton.next_power_of_2(v.shape[3])
-    _decode[splits, kv_heads, num_seqs](
-        partial,
-        lse,
-        query,
-        k,
-        _scale(layer.k),
-        v,
-        _scale(layer.v),
-        meta.block_tables,
-        meta.seq_lens,
-        query if sinks is None else sinks,
-        query.stride(0),
-        query.stride(1),
-        k.stride(0),
-        _scale(layer.k).stride(0),
-        v.stride(0),
-        _scale(layer.v).stride(0),
-        meta.block_tables.stride(0),
-        scale * LOG2_E if softcap is None else scale * LOG2_E * 2 / softcap,
-        0.0 if softcap is None else softcap * LOG2_E,
-        window or 0,
-        splits,
-        GROUP=heads // kv_heads,
-        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
-        K_DIM=k.shape[3],
-        V_DIM=v.shape[3],
-        K_BLOCK=triton.next_power_of_2(k.shape[3]),
-        V_BLOCK=v_block,
-        BLOCK_SIZE=layer.block_size,
-        TILE=config.tile,
-        SPLIT=splits > 1,
-        WINDOW=window is not None,
-        SOFTCAP=softcap is not None,
-        SINKS=sinks is not None,
-        K_SCALED=not isinstance(layer.k, PlainPages),
-        V_SCALED=not isinstance(layer.v, PlainPages),
-        K_DOT=dot_dtype(query, layer.k),
-        V_DOT=dot_dtype(query, layer.v),
-        BYTE_PERMUTE=config.byte_permute and query.is_cuda,
-        STAGES=config.num_stages,
-        num_warps=config.num_warps,
-    )
+    k_scale, v_scale = _scale(layer.k), _scale(layer.v)
+    sink_logits = query if sinks is None else sinks
+    operands = (partial, lse, query, k, k_scale, v, v_scale, meta.block_tables, meta.seq_lens, sink_logits)
+    strides = (*query.stride()[:2], *(x.stride(0) for x in (k, k_scale, v, v_scale, meta.block_tables)))
+    numbers = (*base2_scale(scale, softcap), window or 0, splits)
+    shape = {
+        "GROUP": group,
+        "K_DIM": k.shape[3],
+        "V_DIM": v.shape[3],
+        "BLOCK_SIZE": layer.block_size,
+        "TILE": config.tile,
+        "SPLIT": splits > 1,
+        "WINDOW": window is not None,
+        "SOFTCAP": softcap is not None,
+        "SINKS": sinks is not None,
+    }
+    grid = (splits, kv_heads, num_seqs)
+    if config.in_registers:
+        decode_codes_kernel[grid](
+            *operands,
+            *strides,
+            *numbers,
+            **shape,
+            N=8 if group <= 8 else 16,
+            K_FP8=k.dtype == torch.float8_e4m3fn,
+            V_FP8=v.dtype == torch.float8_e4m3fn,
+            num_warps=1,
+            maxnreg=config.max_registers,
+        )
+    else:
+        _decode[grid](
+            *operands,
+            *strides,
+            *numbers,
+            **shape,
+            ROWS=max(16, triton.next_power_of_2(group)),
+            K_BLOCK=triton.next_power_of_2(k.shape[3]),
+            V_BLOCK=triton.next_power_of_2(v.shape[3]),
+            K_SCALED=not isinstance(layer.k, PlainPages),
+            V_SCALED=not isinstance(layer.v, PlainPages),
+            K_DOT=dot_dtype(query, layer.k),
+            V_DOT=dot_dtype(query, layer.v),
+            BYTE_PERMUTE=config.byte_permute and query.is_cuda,
+            STAGES=config.num_stages,
+            num_warps=config.num_warps,
+        )
     if splits > 1:
         _reduce[heads, num_seqs](
             out,
             partial,
             lse,
             meta.seq_lens,
-            query if sinks is None else sinks,
+            sink_logits,
             window or 0,
             splits,
             V_DIM=v.shape[3],
-            V_BLOCK=v_block,
+            V_BLOCK=triton.next_power_of_2(v.shape[3]),
             TILE=config.tile,
             STEP=REDUCE_STEP,
             WINDOW=window is not None,
@@ -335,17 +342,24 @@ def decode_attention(
         )
 
 
-def choose_config(
-    layer: LayerKV, num_seqs: int, kv_heads: int, group: int, max_seq_len: int, device: torch.device
-) -> DecodeConfig:
+def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int) -> DecodeConfig:
     """Tile and splits from what a captured graph fixes: enough programs to fill the GPU, at least 4 tiles each."""
     k = layer.k.tensor
-    tile = min(layer.block_size, 64 if k.shape[3] * k.element_size() <= 256 else 32)
-    num_warps = 2 if tile <= 32 else 4
-    programs_wanted = 4 * _num_sms(device) * (4 // num_warps)
-    splits = -(-programs_wanted // (num_seqs * kv_heads))
-    most = max(max_seq_len // (4 * tile), 1)
-    return DecodeConfig(tile=tile, num_warps=num_warps, num_stages=3, num_splits=max(1, min(splits, most)))
+    in_registers = decode_codes.fits(query, layer)
+    if in_registers:
+        tile, num_warps, programs_per_sm = min(layer.block_size, 32), 1, 12
+    else:
+        tile = min(layer.block_size, 64 if k.shape[3] * k.element_size() <= 256 else 32)
+        num_warps = 2 if tile <= 32 else 4
+        programs_per_sm = 16 // num_warps
+    splits = -(-programs_per_sm * _num_sms(query.device) // (num_seqs * k.shape[1]))
+    splits = max(1, min(splits, max_seq_len // (4 * tile)))
+    return DecodeConfig(tile=tile, num_warps=num_warps, num_splits=splits, in_registers=in_registers)
+
+
+def base2_scale(scale: float, softcap: float | None) -> tuple[float, float]:
+    """Factor of q . k and cap of the base-2 scores, as the kernels take them."""
+    return (scale * LOG2_E, 0.0) if softcap is None else (scale * LOG2_E * 2 / softcap, softcap * LOG2_E)
 
 
 def dot_dtype(query: Tensor, pages: Pages) -> tl.dtype:

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.decode_attention import dot_dtype
+from hf_paged.kernels.decode_attention import base2_scale, dot_dtype
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV, Pages, PlainPages
-from hf_paged.kernels.tiles import LOG2_E, normalise_rows, softmax_step
+from hf_paged.kernels.tiles import normalise_rows, softmax_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,8 +300,7 @@ def prefill_attention(
         v.stride(0),
         _scale(layer.v).stride(0),
         meta.block_tables.stride(0),
-        scale * LOG2_E if softcap is None else scale * LOG2_E * 2 / softcap,
-        0.0 if softcap is None else softcap * LOG2_E,
+        *base2_scale(scale, softcap),
         window or 0,
         GROUP=group,
         GROUP_BLOCK=group_block,

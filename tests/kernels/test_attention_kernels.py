@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from hf_paged.kernels import reference
+from hf_paged.kernels import decode_codes, reference
 from hf_paged.kernels.decode_attention import DecodeConfig, decode_attention
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV, PlainPages, ScaledPages
 from hf_paged.kernels.paged_attention import paged_attention
@@ -117,6 +117,45 @@ def test_the_range_of_queries_and_scales_does_not_overflow_fp16() -> None:
         config = DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=2)
         check(run_decode(case, config).float() / v_factor, want, shape)
         check(run_prefill(replace(case, meta=replace(case.meta, num_decodes=0))).float() / v_factor, want, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(
+    ("head_dims", "options"),
+    [
+        ((128, 128), {}),
+        ((64, 128), {"softcap": 5.0}),
+        ((128, 64), {"window": 50}),
+        ((128, 128), {"window": 3, "sinks": True}),
+        ((256, 256), {"sinks": True}),
+        ((64, 64), {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("format", [torch.int8, torch.float8_e4m3fn])
+def test_the_register_kernel_equals_the_definition(
+    format: torch.dtype, head_dims: tuple[int, int], options: dict, num_splits: int
+) -> None:
+    """Its channel and token orders are index arithmetic that only a wrong result would reveal."""
+    other = torch.int8 if format == torch.float8_e4m3fn and num_splits == 3 else format
+    shape = Shape(
+        q_lens=(1,) * 5,
+        seq_lens=(1, 0, 37, 256, 333),
+        group=4 if num_splits == 1 else 7,
+        head_dim=head_dims[0],
+        v_head_dim=head_dims[1],
+        block_size=32 if num_splits == 1 else 16,
+        dtype=torch.float16,
+        k_format=format,
+        v_format=other,
+        **options,
+    )
+    case = make_case(shape)
+    on_gpu = to_device(case, "cuda")
+    assert decode_codes.fits(on_gpu.query, on_gpu.layer)
+    config = DecodeConfig(tile=shape.block_size, num_splits=num_splits, in_registers=True)
+    check(run_decode(case, config), expected(case), shape)
 
 
 @pytest.mark.gpu
