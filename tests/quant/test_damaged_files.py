@@ -1,0 +1,137 @@
+"""A damaged checkpoint ends in an error that names what is wrong, or loads exactly what the file says. Nothing between."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from model_zoo import tiny_model
+from quant_files import Cell, write_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+MUTATIONS = 200
+CELLS = (Cell(act_order=True), Cell(kind="awq_gemm"), Cell(kind="compressed", bits=8))
+
+
+class File:
+    """A safetensors file in memory, cut into its header and its data."""
+
+    def __init__(self, path: Path) -> None:
+        self.raw = bytearray(path.read_bytes())
+        (size,) = struct.unpack("<Q", self.raw[:8])
+        self.header = json.loads(self.raw[8 : 8 + size])
+        self.data = self.raw[8 + size :]
+        self.header.pop("__metadata__", None)
+
+    def join(self) -> bytes:
+        text = json.dumps(self.header).encode()
+        return struct.pack("<Q", len(text)) + text + bytes(self.data)
+
+
+def _some(file: File, rng: random.Random) -> dict[str, list[int]]:
+    return file.header[rng.choice(sorted(file.header))]
+
+
+def _truncate(file: File, rng: random.Random) -> bytes:
+    return bytes(file.raw[: rng.randrange(len(file.raw))])
+
+
+def _flip_header(file: File, rng: random.Random) -> bytes:
+    position = rng.randrange(8 + len(json.dumps(file.header)))
+    file.raw[position] ^= 1 << rng.randrange(8)
+    return bytes(file.raw)
+
+
+def _flip_data(file: File, rng: random.Random) -> bytes:
+    for _ in range(rng.randrange(1, 20)):
+        file.data[rng.randrange(len(file.data))] ^= 1 << rng.randrange(8)
+    return file.join()
+
+
+def _dtype(file: File, rng: random.Random) -> bytes:
+    entry = _some(file, rng)
+    same_size = {"I32": ["F32"], "F32": ["I32"], "F16": ["BF16", "I16"], "I64": ["F64"]}
+    entry["dtype"] = rng.choice(same_size.get(str(entry["dtype"]), ["U8"]))
+    return file.join()
+
+
+def _shape(file: File, rng: random.Random) -> bytes:
+    entry = _some(file, rng)
+    entry["shape"] = rng.choice([entry["shape"][::-1], [1, *entry["shape"]], [0, *entry["shape"][1:]]])
+    if 0 in entry["shape"]:
+        entry["data_offsets"] = [entry["data_offsets"][0]] * 2
+    return file.join()
+
+
+def _drop(file: File, rng: random.Random) -> bytes:
+    del file.header[rng.choice(sorted(file.header))]
+    return file.join()
+
+
+def _swap(file: File, rng: random.Random) -> bytes:
+    one, two = rng.sample(sorted(file.header), 2)
+    file.header[one], file.header[two] = file.header[two], file.header[one]
+    return file.join()
+
+
+def _not_a_number(file: File, rng: random.Random) -> bytes:
+    entry = _some(file, rng)
+    start, end = entry["data_offsets"]
+    at = rng.randrange(start, end - 3) // 4 * 4
+    file.data[at : at + 4] = b"\xff\xff\xff\xff"  # NaN in F16 and F32, all ones in integers
+    return file.join()
+
+
+CHANGES: tuple[Callable[[File, random.Random], bytes], ...] = (
+    _truncate, _flip_header, _flip_data, _dtype, _shape, _drop, _swap, _not_a_number,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    made = []
+    for cell in CELLS:
+        folder = tmp_path_factory.mktemp(cell.kind)
+        write_model(tiny_model("llama", num_hidden_layers=1), folder, cell)
+        made.append(folder)
+    return made
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_random_damage_is_named_or_loads_what_the_file_says(part: int, folders: list[Path], tmp_path: Path) -> None:
+    """200 mutations in all: no crash, no hang, no model that differs from its file."""
+    rng = random.Random(part)
+    for number in range(MUTATIONS // 8):
+        folder = folders[number % len(folders)]
+        change = CHANGES[(number + part) % len(CHANGES)]
+        (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+        path = tmp_path / "model.safetensors"
+        path.unlink(missing_ok=True)
+        path.write_bytes(change(File(folder / "model.safetensors"), rng))
+        try:
+            model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        except ValueError as error:
+            assert "tensor" in str(error) or "weight file" in str(error) or "module" in str(error), str(error)
+            continue
+        stored = load_file(path)
+        model.save_pretrained(tmp_path / "again")
+        again = load_file(tmp_path / "again" / "model.safetensors")
+        for name, value in stored.items():
+            if name in again and (name.endswith(("qweight", "weight_packed", "scales", "weight_scale", "embed_tokens.weight"))):
+                assert torch.equal(value, again[name].to(value.dtype)), (change.__name__, name)
+        with torch.no_grad():
+            assert model(torch.arange(3, 9)[None]).logits.shape == (1, 6, 96)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 4, b"not a safetensors file at all", b"\xff" * 64])
+def test_a_file_that_is_no_safetensors_file_is_named(content: bytes, folders: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folders[0] / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"weight file .*model\.safetensors: "):
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
