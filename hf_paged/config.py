@@ -49,6 +49,7 @@ class EngineConfig:
     swap_space: float = 0.0  # GiB of pinned CPU memory for preempted requests; 0 = recompute them
     cuda_graphs: AutoBool = "auto"
     async_scheduling: AutoBool = "auto"
+    fuse: AutoBool = "auto"  # fewer, larger kernels where that is provably the same model; "auto" = on CUDA
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -68,7 +69,7 @@ class EngineConfig:
             check_int("max_model_len", self.max_model_len, minimum=2)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_float("swap_space", self.swap_space, minimum=0.0)
-        for name in ("cuda_graphs", "async_scheduling"):
+        for name in ("cuda_graphs", "async_scheduling", "fuse"):
             value = getattr(self, name)
             if not isinstance(value, bool) and value != "auto":
                 refuse(name, value, 'True, False or "auto"')

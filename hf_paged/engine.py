@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,8 +24,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_paged.config import EngineConfig, KVGroup
+from hf_paged.fusion import fuse, not_fused
+from hf_paged.kernels.rng import derive_seed
 from hf_paged.kv_cache import KVCache, layer_formats
-from hf_paged.layer_probe import probe_layers
+from hf_paged.layer_probe import LayerSpec, probe_layers
 from hf_paged.logprobs import LogprobsTensors, prompt_logprobs
 from hf_paged.memory import GIB, resolve_num_blocks
 from hf_paged.model_runner import ModelRunner, StepLogits, wants_prompt_logprobs
@@ -39,6 +41,7 @@ from hf_paged.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+PromptLogprobs = tuple[Request, int, LogprobsTensors]  # of the prompt tokens that follow those from `int` on
 _NO_TOKENS = torch.empty(0, dtype=torch.long)
 
 
@@ -49,7 +52,7 @@ class LaunchedStep:
     plan: SchedulerOutput
     token_ids: Tensor  # [num_sampled] int64 on the host, valid once `done`, as are all tensors here
     logprobs: LogprobsTensors | None = None
-    prompt_logprobs: list[tuple[Request, LogprobsTensors]] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     done: torch.cuda.Event | None = None
 
     def wait(self) -> list[int]:
@@ -78,6 +81,8 @@ class Engine:
     ) -> None:
         view = build_view(model)
         specs = probe_layers(view)
+        self.fusion = fuse(view) if _wants_fusion(config, specs) else not_fused("off for this device or by fuse=False")
+        logger.info("fusion: %s", self.fusion)
         formats = layer_formats(specs, config.kv_cache_dtype, config.skip_layers)
         self.max_model_len = resolve_max_model_len(config, view)
         empty = KVCache(specs, formats, num_blocks=0, block_size=config.block_size)
@@ -133,7 +138,8 @@ class Engine:
         self.sampler.state.check(params)
         self.outputs.check_new(request_id)
         leader = Request(f"{request_id}/0", ids, params)
-        requests = [leader, *(Request(f"{request_id}/{i}", ids, params, parent=leader) for i in range(1, params.n))]
+        forked = replace(params, prompt_logprobs=None)  # the leader reports the prompt
+        requests = [leader, *(Request(f"{request_id}/{i}", ids, forked, parent=leader) for i in range(1, params.n))]
         for request in requests:  # what refuses one refuses the first
             self.scheduler.add(request)
         self.outputs.add(request_id, requests, prompt=prompt, stream=stream)
@@ -152,14 +158,35 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Launch one step and finish an earlier one; outputs of the requests that it changed."""
         plan = self.scheduler.schedule()
-        if plan is not None:
-            self._launched.append(self._launch(plan))
-        if plan is not None and len(self._launched) <= self._depth:
-            return []
-        return self._finish(self._launched.popleft()) if self._launched else []
+        outputs = [] if plan is None else self._attempt(plan, lambda: self._launch(plan))
+        if self._launched and (plan is None or len(self._launched) > self._depth):
+            launched = self._launched.popleft()
+            outputs += self._attempt(launched.plan, lambda: self._finish(launched))
+        return outputs
+
+    def _attempt(self, plan: SchedulerOutput, work: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
+        """Do part of a step; if it fails, its requests end in an error and the engine goes on with the others.
+
+        What the step should have stored cannot be trusted, so nobody may find it in the prefix cache.
+        """
+        try:
+            return work()
+        except Exception as error:
+            logger.exception("a step of %d requests failed", len(plan.scheduled))
+            self.scheduler.reset_prefix_cache()
+            failed = [item.request for item in plan.scheduled if not item.request.is_finished]
+            for request in failed:
+                request.error = f"{type(error).__name__}: {error}"
+                self.scheduler.finish(request, FinishReason.ERROR)
+            return self.outputs.collect(failed)
+
+    def _launch(self, plan: SchedulerOutput) -> list[RequestOutput]:
+        """Send a step to the device; that ends no request yet."""
+        self._launched.append(self._sent(plan))
+        return []
 
     @torch.inference_mode()
-    def _launch(self, plan: SchedulerOutput) -> LaunchedStep:
+    def _sent(self, plan: SchedulerOutput) -> LaunchedStep:
         for request in plan.admitted:
             self.sampler.admit(request, self._seed_of(request))
         step = self.runner.forward(plan)
@@ -180,10 +207,10 @@ class Engine:
         tokens = launched.wait()
         sampled = [item.request for item in launched.plan.scheduled if item.samples]
         alive = [not request.is_finished for request in sampled]
-        for request, logprobs in launched.prompt_logprobs:
+        for request, start, logprobs in launched.prompt_logprobs:
             if not request.is_finished:
-                rows = range(logprobs.ranks.shape[0])
-                self.outputs.add_prompt_logprobs(request, (logprobs.row(i, decode=self._decode_token) for i in rows))
+                entries = [logprobs.row(i, decode=self._decode_token) for i in range(len(logprobs.ranks))]
+                self.outputs.add_prompt_logprobs(request, start + 1, entries)
         by_entry = iter(tokens)
         touched = self.scheduler.update(
             launched.plan, [next(by_entry) if item.samples else None for item in launched.plan.scheduled]
@@ -205,7 +232,7 @@ class Engine:
         else:
             self.scheduler.finish(request, FinishReason.STOP, stop)
 
-    def _prompt_logprobs(self, plan: SchedulerOutput, step: StepLogits | None) -> list[tuple[Request, LogprobsTensors]]:
+    def _prompt_logprobs(self, plan: SchedulerOutput, step: StepLogits | None) -> list[PromptLogprobs]:
         """Log-probabilities of the prompt tokens that follow those computed in this step."""
         found = []
         at = 0  # row of the step's logits
@@ -221,7 +248,7 @@ class Engine:
             k = request.params.prompt_logprobs
             assert k is not None
             if following:
-                found.append((request, prompt_logprobs(logits, ids, k).map(_to_host)))
+                found.append((request, item.start, prompt_logprobs(logits, ids, k).map(_to_host)))
             at += count
         return found
 
@@ -239,8 +266,13 @@ class Engine:
         """The request's own seed, or one drawn from the engine's by order of arrival; n > 1 sequences differ."""
         seed = request.params.seed
         if seed is None:
-            return (self.config.seed << 32) + request.arrival
-        return seed + int(request.request_id.rpartition("/")[2])
+            return derive_seed(self.config.seed, request.arrival)
+        return derive_seed(seed, int(request.request_id.rpartition("/")[2]))
+
+
+def _wants_fusion(config: EngineConfig, specs: Sequence[LayerSpec]) -> bool:
+    """On a CPU the plain definitions of the fused operations are no faster than the model's own."""
+    return config.fuse is True or (config.fuse == "auto" and all(spec.device.type == "cuda" for spec in specs))
 
 
 def resolve_max_model_len(config: EngineConfig, view: PreTrainedModel) -> int:

@@ -127,9 +127,13 @@ def _run_free(
 
 def _padded(input_ids: Tensor, rows: list[list[int]], config: GenerationConfig) -> Tensor:
     longest = max(map(len, rows))
-    pad = int(config._pad_token_tensor) if config._pad_token_tensor is not None else 0
+    pad = _pad_id(config)
     tail = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], dtype=input_ids.dtype)
     return torch.cat([input_ids, tail.to(input_ids.device)], dim=-1)
+
+
+def _pad_id(config: GenerationConfig) -> int:
+    return 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
 
 
 def _token_set(tensor: Tensor | None) -> frozenset[int]:
@@ -171,7 +175,7 @@ class _Lockstep:
                     tokens = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
                 else:
                     tokens = torch.argmax(scores, dim=-1)
-                if pads_ended_rows:
+                if pad is not None and pads_ended_rows:
                     tokens = tokens * alive + pad * (1 - alive)
                 input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
                 if streamer is not None:

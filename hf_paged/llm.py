@@ -73,8 +73,8 @@ class LLM:
         self._start_engine()
 
     def _start_engine(self) -> None:
-        self._fingerprint = ModelFingerprint(self.model)
         self.engine = Engine(self.model, self._config, tokenizer=self.tokenizer)
+        self._fingerprint = ModelFingerprint(self.model)  # after fusion, which moves weights together
 
     def generate(
         self,

@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall, no_mask
 from hf_paged.config import EngineConfig
 from hf_paged.cuda_graph import DecodeGraphs
-from hf_paged.kernels.layout import AttentionMetadata
+from hf_paged.fused_modules import RotaryCall, RotaryContext
+from hf_paged.kernels.fused_ops import rope_write
+from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.reshape_and_cache import write_kv
 from hf_paged.kv_cache import KVCache
@@ -28,7 +30,7 @@ from hf_paged.model_view import device_of
 from hf_paged.request import ScheduledRequest, SchedulerOutput
 
 
-class StepContext:
+class StepContext(RotaryContext):
     """The attention context of an engine step: write this step's tokens to their slots, attend over block tables."""
 
     def __init__(self, kv_cache: KVCache, metadata: tuple[AttentionMetadata, ...]) -> None:
@@ -36,14 +38,26 @@ class StepContext:
         self._metadata = metadata
 
     def attend(self, call: AttentionCall) -> Tensor:
-        group = self._kv_cache.group_of[call.layer_idx]
-        layer, meta = self._kv_cache.layers[call.layer_idx], self._metadata[group]
+        layer, meta = self._pages(call.layer_idx)
         query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
         write_kv(layer, key, value, meta.slot_mapping)
         out = paged_attention(
             query, layer, meta, scale=call.scale, window=call.window, softcap=call.softcap, sinks=call.sinks
         )
         return out.unsqueeze(0)
+
+    def attend_rotary(self, call: RotaryCall) -> Tensor:
+        layer, meta = self._pages(call.layer_idx)
+        query = rope_write(
+            call.query, call.key, call.value, call.cos, call.sin, layer, meta.slot_mapping,
+            rope=call.rope, q_norm=call.q_norm, k_norm=call.k_norm,
+        )  # fmt: skip
+        return paged_attention(
+            query, layer, meta, scale=call.scale, window=call.window, softcap=call.softcap, sinks=call.sinks
+        )
+
+    def _pages(self, layer_idx: int) -> tuple[LayerKV, AttentionMetadata]:
+        return self._kv_cache.layers[layer_idx], self._metadata[self._kv_cache.group_of[layer_idx]]
 
 
 @dataclass(frozen=True, kw_only=True)

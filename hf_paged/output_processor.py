@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_paged.detokenizer import Detokenizer, detokenize
 from hf_paged.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from hf_paged.request import Request
+from hf_paged.request import FinishReason, Request
 
 
 class _Sequence:
@@ -30,7 +30,16 @@ class _Sequence:
         if logprobs is not None:
             self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[token_id].logprob
-        return self.detokenizer.append(token_id) if self.detokenizer is not None else None
+        if self.detokenizer is None or self._ends_unseen:
+            return None
+        return self.detokenizer.append(token_id)
+
+    @property
+    def _ends_unseen(self) -> bool:
+        """Whether the last token is the one that stopped the sequence, which its text does not show."""
+        request = self.request
+        by_token = request.finish_reason is FinishReason.STOP and not isinstance(request.stop_reason, str)
+        return by_token and not request.params.include_stop_str_in_output
 
     def output(self, index: int) -> CompletionOutput:
         request = self.request
@@ -53,7 +62,8 @@ class _Sequence:
             return self.detokenizer.finalize() if request.is_finished else self.detokenizer.text
         if not request.is_finished:
             return ""
-        return detokenize(self._tokenizer, request.prompt_token_ids, request.output_token_ids, request.params)
+        shown = request.output_token_ids[:-1] if self._ends_unseen else request.output_token_ids
+        return detokenize(self._tokenizer, request.prompt_token_ids, shown, request.params)
 
 
 class _Group:
@@ -64,7 +74,8 @@ class _Group:
         self.sequences = sequences
         self.prompt = prompt
         self.stream = stream
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        wanted = sequences[0].request.params.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if wanted else None  # the first token has none
 
     @property
     def is_finished(self) -> bool:
@@ -112,12 +123,15 @@ class OutputProcessor:
         _, sequence = self._sequences[request.request_id]
         return sequence.append(request.output_token_ids[-1], logprobs)
 
-    def add_prompt_logprobs(self, request: Request, logprobs: Iterable[TokenLogprobs]) -> None:
-        """Take the log-probabilities of the next prompt tokens; the first token of a prompt has none."""
+    def add_prompt_logprobs(self, request: Request, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Take the log-probabilities of prompt tokens `start` onwards.
+
+        A request that was preempted computes its prompt again: what is known already stays.
+        """
         group, _ = self._sequences[request.request_id]
-        if group.prompt_logprobs is None:
-            group.prompt_logprobs = [None]
-        group.prompt_logprobs.extend(logprobs)
+        known = group.prompt_logprobs
+        assert known is not None
+        known.extend(logprobs[len(known) - start :])
 
     def collect(self, touched: Iterable[Request]) -> list[RequestOutput]:
         """Outputs of the groups that these requests belong to: those that ended, and those that stream."""
