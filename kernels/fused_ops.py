@@ -58,9 +58,7 @@ def rope_write(
     k_norm: RMSNorm | None = None,
 ) -> Tensor:
     """Rotate query and key, store key and value in the pages; the rotated query `[T, heads, head_dim]`."""
-    options = {"rope": rope, "q_norm": q_norm, "k_norm": k_norm}
-    if not query.is_cuda:
-        return reference_fused.rope_write(query, key, value, cos, sin, layer, slot_mapping, **options)
-    from hf_paged.kernels.rope_write import rope_write as launch
-
-    return launch(query, key, value, cos, sin, layer, slot_mapping, **options)
+    launch = reference_fused.rope_write
+    if query.is_cuda:
+        from hf_paged.kernels.rope_write import rope_write as launch
+    return launch(query, key, value, cos, sin, layer, slot_mapping, rope=rope, q_norm=q_norm, k_norm=k_norm)

@@ -30,11 +30,11 @@ def _rotated_rows(
     weight_ptr,  # [HEAD_DIM]
     cos_ptr,  # [columns], one token's
     sin_ptr,  # [columns]
+    angle_stride,
     eps,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ANGLE_STEP: tl.constexpr,
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     CAST_FIRST: tl.constexpr,
@@ -53,11 +53,11 @@ def _rotated_rows(
         if INTERLEAVED:
             first = d % 2 == 0
             partner = tl.where(first, d + 1, d - 1)
-            angle = d // 2 * ANGLE_STEP
+            angle = d // 2 * angle_stride
         else:
             first = d < HALF
             partner = tl.where(first, d + HALF, d - HALF)
-            angle = d % HALF * ANGLE_STEP
+            angle = d % HALF * angle_stride
         y_mask = keep[:, None] & turns[None, :]
         y = tl.load(x_ptr + at[:, None] + partner[None, :], mask=y_mask, other=0.0).to(tl.float32)
         if NORM:
@@ -91,6 +91,7 @@ def _rope_write(
     v_stride_t,
     v_stride_h,
     angle_stride_t,
+    angle_stride,  # between the angles of neighbouring pairs
     k_stride,
     k_scale_stride,
     v_stride,
@@ -107,7 +108,6 @@ def _rope_write(
     KV_ROWS: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ANGLE_STEP: tl.constexpr,
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     CAST_FIRST: tl.constexpr,
@@ -127,8 +127,8 @@ def _rope_write(
         keep = head < Q_HEADS
         at = token * q_stride_t + head.to(tl.int64) * q_stride_h
         x = _rotated_rows(
-            q_ptr, at, keep, d, q_weight_ptr, cos_ptr, sin_ptr, q_eps,
-            HEAD_DIM, ROTARY_DIM, INTERLEAVED, ANGLE_STEP, NORM, OFFSET, CAST_FIRST,
+            q_ptr, at, keep, d, q_weight_ptr, cos_ptr, sin_ptr, angle_stride, q_eps,
+            HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST,
         )  # fmt: skip
         out = out_ptr + ((token * Q_HEADS + head) * HEAD_DIM)[:, None] + d[None, :]
         tl.store(out, x, mask=keep[:, None] & (d < HEAD_DIM)[None, :])
@@ -143,8 +143,8 @@ def _rope_write(
             if tile < Q_TILES + KV_TILES:
                 at = token * k_stride_t + head.to(tl.int64) * k_stride_h
                 x = _rotated_rows(
-                    k_ptr, at, keep, d, k_weight_ptr, cos_ptr, sin_ptr, k_eps,
-                    HEAD_DIM, ROTARY_DIM, INTERLEAVED, ANGLE_STEP, NORM, OFFSET, CAST_FIRST,
+                    k_ptr, at, keep, d, k_weight_ptr, cos_ptr, sin_ptr, angle_stride, k_eps,
+                    HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST,
                 )  # fmt: skip
                 mask = keep[:, None] & (d < HEAD_DIM)[None, :]
                 page_offset = block * k_stride + row_in_block * HEAD_DIM
@@ -180,7 +180,7 @@ def rope_write(
     if tokens == 0:
         return out
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1, (query.stride(), key.stride(), value.stride())
-    assert rope.rotary_dim == 0 or (cos.stride() == sin.stride() and cos.stride(1) == 1), (cos.stride(), sin.stride())
+    assert rope.rotary_dim == 0 or cos.stride() == sin.stride(), (cos.stride(), sin.stride())
     (k_data, k_scale, k_max), (v_data, v_scale, v_max) = page_parts(layer.k), page_parts(layer.v)
     block_d, block_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_dim)
     tile = _TILE[tokens > _FEW_TOKENS]
@@ -205,6 +205,7 @@ def rope_write(
         *key.stride()[:2],
         *value.stride()[:2],
         cos.stride(0),
+        cos.stride(1) * rope.angle_step,
         k_data.stride(0),
         k_scale.stride(0),
         v_data.stride(0),
@@ -221,7 +222,6 @@ def rope_write(
         KV_ROWS=kv_rows,
         ROTARY_DIM=rope.rotary_dim,
         INTERLEAVED=rope.interleaved,
-        ANGLE_STEP=rope.angle_step,
         NORM=q_norm is not None,
         OFFSET=0.0 if q_norm is None else q_norm.offset,
         CAST_FIRST=q_norm is not None and q_norm.cast_first,

@@ -37,6 +37,7 @@ from hf_paged.config import EngineConfig, KVGroup, parse_kv_cache_dtype
         ("swap_space", math.inf),
         ("cuda_graphs", "yes"),
         ("async_scheduling", 1),
+        ("fuse", "yes"),
         ("seed", -1),
     ],
 )

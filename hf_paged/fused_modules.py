@@ -1,0 +1,195 @@
+"""Forwards that take the place of a module's own: norm, gated MLP, attention and decoder layer.
+
+Each is put on one module *instance* of a view as its `forward`, so the module tree, its names and its parameters stay
+what they are. They compute what the module computes, with fewer kernels, for inference only. Attention and layers are
+fused in an engine step, which a `RotaryContext` announces; in any other call the module's own forward runs.
+
+Between two fused layers the residual add of one and the input norm of the next are one kernel: a layer leaves
+(hidden states, their norm) in the context, and the next takes the norm if it is given those very hidden states.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_paged.attention import CONTEXT_KEYWORD
+from hf_paged.joined_linear import Projections
+from hf_paged.kernels.fused_ops import add_rms_norm, gated_activation, rms_norm
+from hf_paged.kernels.reference_fused import RMSNorm, Rope
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RotaryCall:
+    """One layer's attention before rotation: all that lies between the QKV projection and the output projection."""
+
+    layer_idx: int
+    query: Tensor  # [T, num_heads, head_dim]
+    key: Tensor  # [T, kv_heads, head_dim]
+    value: Tensor  # [T, kv_heads, v_head_dim]
+    cos: Tensor  # [T, columns], not read when nothing rotates
+    sin: Tensor  # [T, columns]
+    rope: Rope
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None  # [num_heads]
+
+
+class RotaryContext(ABC):
+    """An attention context that can rotate, store and attend in one go, and carries a norm from layer to layer."""
+
+    carried: tuple[Tensor, Tensor] | None = None  # (hidden states, their norm for the next layer)
+
+    @abstractmethod
+    def attend_rotary(self, call: RotaryCall) -> Tensor:
+        """Store the call's keys and values, attend, return [T, num_heads, v_head_dim]."""
+
+    def take_norm(self, hidden: Tensor) -> Tensor | None:
+        """The norm of `hidden` where the layer before left it."""
+        carried, self.carried = self.carried, None
+        return carried[1] if carried is not None and carried[0] is hidden else None
+
+
+def own_forward(module: nn.Module) -> weakref.WeakMethod[Callable[..., Any]]:
+    """The forward of a module's class, bound weakly: a fused forward must not keep its own module alive."""
+    return weakref.WeakMethod(module.forward)
+
+
+def _own(method: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., Any]:
+    forward = method()
+    assert forward is not None, "a fused forward outlived its module"
+    return forward
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedNorm:
+    """The forward of an RMSNorm."""
+
+    norm: RMSNorm
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.norm)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedMLP:
+    """The forward of down(act(gate(x)) * up(x))."""
+
+    projections: Projections  # -> two parts
+    gate_first: bool
+    activation: str
+    down: nn.Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        first, second = self.projections(x)
+        gate, up = (first, second) if self.gate_first else (second, first)
+        out: Tensor = self.down(gated_activation(gate, up, self.activation))
+        return out
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedAttention:
+    """The forward of an attention module: projections, one kernel to the pages, attention, output projection."""
+
+    own: weakref.WeakMethod[Callable[..., Any]]
+    layer_idx: int
+    projections: Projections  # -> Q, K, V; one part where heads are interleaved
+    num_heads: int
+    kv_heads: int
+    interleaved_heads: bool  # the one part is [T, num_heads, 3, head_dim] (GPT-NeoX)
+    rope: Rope
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+    output: nn.Module
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        context = kwargs.get(CONTEXT_KEYWORD)
+        if args or not isinstance(context, RotaryContext):
+            return _own(self.own)(hidden_states, *args, **kwargs)
+        query, key, value = self.heads(hidden_states)
+        cos = sin = query  # not read
+        if self.rope.rotary_dim:
+            cos, sin = (table.flatten(0, -2) for table in kwargs["position_embeddings"])
+        call = RotaryCall(
+            layer_idx=self.layer_idx,
+            query=query,
+            key=key,
+            value=value,
+            cos=cos,
+            sin=sin,
+            rope=self.rope,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
+        out = context.attend_rotary(call)
+        return self.output(out.flatten(1).unsqueeze(0)), None
+
+    def heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q `[T, num_heads, head_dim]`, K and V `[T, kv_heads, ...]` of hidden states `[1, T, hidden]`, as views."""
+        parts = [part.flatten(0, -2) for part in self.projections(hidden_states)]
+        if self.interleaved_heads:
+            return parts[0].unflatten(-1, (self.num_heads, 3, -1)).unbind(2)
+        query, key, value = parts
+        return (
+            query.unflatten(-1, (self.num_heads, -1)),
+            key.unflatten(-1, (self.kv_heads, -1)),
+            value.unflatten(-1, (self.kv_heads, -1)),
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class FusedLayer:
+    """The forward of a decoder layer: each residual add is one kernel with the norms around it.
+
+    h = x + attention_post(attention(input_norm(x))), y = h + mlp_post(mlp(mlp_norm(h))), each norm optional.
+    """
+
+    own: weakref.WeakMethod[Callable[..., Any]]
+    input_norm: RMSNorm | None
+    attention: nn.Module
+    attention_post: RMSNorm | None
+    mlp_norm: RMSNorm | None
+    mlp: nn.Module
+    mlp_post: RMSNorm | None
+    next_norm: RMSNorm | None = None  # the input norm of the fused layer that follows
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        context = kwargs.get(CONTEXT_KEYWORD)
+        if args or not isinstance(context, RotaryContext):
+            return _own(self.own)(hidden_states, *args, **kwargs)
+        normed: Tensor | None = hidden_states
+        if self.input_norm is not None:
+            normed = context.take_norm(hidden_states)
+            if normed is None:
+                normed = rms_norm(hidden_states, self.input_norm)
+        delta = self.attention(normed, **kwargs)[0]
+        hidden, normed = add_rms_norm(delta, hidden_states, self.mlp_norm, self.attention_post)
+        delta = first_output(self.mlp(hidden if normed is None else normed))
+        hidden, normed = add_rms_norm(delta, hidden, self.next_norm, self.mlp_post)
+        if normed is not None:
+            context.carried = (hidden, normed)
+        return hidden
+
+
+def first_output(output: Any) -> Tensor:
+    """The tensor of a module's output; a mixture of experts gives its router's scores beside it."""
+    tensor = output[0] if isinstance(output, tuple) else output
+    assert isinstance(tensor, torch.Tensor)
+    return tensor

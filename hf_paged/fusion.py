@@ -1,0 +1,256 @@
+"""The fusion pass: give the modules of a view forwards that need fewer kernels, where that is provably the same model.
+
+One forward of a few random tokens is watched (`forward_trace.py`), patterns are recognised in it
+(`fusion_patterns.py`), and every fused forward is run once on what the module was seen to read: its result must be the
+module's own up to rounding. What is unknown, wrapped, hooked or different stays as it is: slower, never wrong. The
+report says what and why.
+
+Weights are shared with the user's model, so joining them re-points its parameters (`joined_linear.py`); nothing else of
+it is touched. A view is rebuilt, and fused again, when the model's fingerprint changes.
+
+Residual adds ride in the norm kernel, not in the epilogue of the product before them (`addmm`): the number of kernels
+is the same, but it serves packed weights too, rounds where the model does, and writes over no tensor somebody may hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall
+from hf_paged.forward_trace import TracedCall, same_tensor, trace_forward
+from hf_paged.fused_modules import FusedLayer, FusedNorm, RotaryCall, RotaryContext, first_output
+from hf_paged.fusion_patterns import (
+    NotFused,
+    check_unwrapped,
+    children_of,
+    differs,
+    is_norm_candidate,
+    recognise_attention,
+    recognise_layer,
+    recognise_mlp,
+    recognise_norm,
+)
+from hf_paged.kernels.fused_ops import rope_write
+from hf_paged.kernels.layout import LayerKV, PlainPages
+from hf_paged.kernels.reference_fused import RMSNorm
+
+COMPONENTS = ("RMSNorm", "MLP", "attention", "decoder layer", "joined projections")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComponentReport:
+    """How many modules of one kind were fused, and how many were not, by reason."""
+
+    name: str  # one of COMPONENTS
+    fused: int
+    kept: Mapping[str, int]
+
+    def __str__(self) -> str:
+        kept = "".join(f"; {count} not: {reason}" for reason, count in self.kept.items())
+        return f"{self.name}: {self.fused} fused{kept}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionReport:
+    """What the pass did to a view; components that the model does not have are absent."""
+
+    components: tuple[ComponentReport, ...]
+    off: str | None = None  # why the pass did not run at all
+
+    def component(self, name: str) -> ComponentReport:
+        empty = ComponentReport(name=name, fused=0, kept={})
+        return next((component for component in self.components if component.name == name), empty)
+
+    def __str__(self) -> str:
+        return self.off or "\n".join(str(component) for component in self.components)
+
+
+def not_fused(reason: str) -> FusionReport:
+    return FusionReport(components=(), off=f"not fused: {reason}")
+
+
+def fuse(view: PreTrainedModel) -> FusionReport:
+    """Fuse what can be fused in `view` (see `build_view`), in place."""
+    if any(parameter.is_meta for parameter in view.parameters()):
+        return not_fused("the weights are on the meta device, there is nothing to compare")
+    if view.training:
+        return not_fused("the model is in training mode; call model.eval() first")
+    with torch.inference_mode(False), torch.no_grad():  # joined weights must be ordinary tensors
+        return _Pass(view).run()
+
+
+class _Pass:
+    """One run over one view."""
+
+    def __init__(self, view: PreTrainedModel) -> None:
+        self._view = view
+        self._norms: dict[nn.Module, RMSNorm] = {}
+        self._forms: dict[tuple[Any, ...], RMSNorm | str] = {}  # what was found out about a kind of norm
+        self._fused: Counter[str] = Counter()
+        self._kept: dict[str, Counter[str]] = {name: Counter() for name in COMPONENTS}
+        self._layers: list[tuple[TracedCall, FusedLayer]] = []
+        uses = Counter(id(p) for module in view.modules() for p in module._parameters.values() if p is not None)
+        self._shared = {key for key, count in uses.items() if count > 1}
+
+    def run(self) -> FusionReport:
+        calls = {call.module: call for call in trace_forward(self._view).walk()}  # the last call of each module
+        sub_layers = {
+            child.module for call in calls.values() if _has_attention(call) for child in children_of(call)
+        }  # fmt: skip
+        for call in calls.values():
+            if is_norm_candidate(call.module):
+                self._try("RMSNorm", call, self._norm)
+        for call in calls.values():
+            if call.attention is not None:
+                self._try("attention", call, self._attention)
+            elif _has_attention(call):
+                self._try("decoder layer", call, self._layer)
+            elif call.children and not is_norm_candidate(call.module):
+                self._try("MLP", call, self._mlp, quiet=call.module not in sub_layers)
+        self._hand_norms_on()
+        return FusionReport(
+            components=tuple(
+                ComponentReport(name=name, fused=self._fused[name], kept=dict(self._kept[name]))
+                for name in COMPONENTS
+                if self._fused[name] or self._kept[name]
+            )
+        )
+
+    def _try(
+        self, component: str, call: TracedCall, fuse_one: Callable[[TracedCall], None], quiet: bool = False
+    ) -> None:
+        try:
+            check_unwrapped(call.module)
+            fuse_one(call)
+        except NotFused as reason:
+            if not quiet:
+                self._kept[component][str(reason)] += 1
+        else:
+            self._fused[component] += 1
+
+    def _norm(self, call: TracedCall) -> None:
+        module, weight = call.module, call.module.weight
+        assert isinstance(weight, nn.Parameter)
+        scalars = tuple(value for value in vars(module).values() if isinstance(value, float))
+        kind = (type(module), scalars, weight.dtype, weight.device, weight.shape)
+        if kind not in self._forms:
+            try:
+                self._forms[kind] = recognise_norm(module)
+            except NotFused as reason:
+                self._forms[kind] = str(reason)
+        form = self._forms[kind]
+        if isinstance(form, str):
+            raise NotFused(form)
+        norm = RMSNorm(weight=weight, eps=form.eps, offset=form.offset, cast_first=form.cast_first)
+        self._replace(call, FusedNorm(norm=norm), call.args, call.kwargs)
+        self._norms[module] = norm
+
+    def _mlp(self, call: TracedCall) -> None:
+        fused, reason = recognise_mlp(call, self._shared)
+        self._replace(call, fused, call.args, call.kwargs)
+        self._note_join(reason)
+
+    def _attention(self, call: TracedCall) -> None:
+        fused, reason = recognise_attention(call, self._norms, self._shared)
+        replay = _Replay(call)
+        self._replace(call, fused, call.args, {**call.kwargs, CONTEXT_KEYWORD: replay})
+        assert replay.rotated, "the fused attention did not take its own path"
+        self._note_join(reason)
+
+    def _layer(self, call: TracedCall) -> None:
+        fused = recognise_layer(call, self._norms)
+        answers = {child.module: _Recorded(child) for child in call.children}
+        attention = next(child for child in call.children if child.attention is not None)
+        kwargs = {**call.kwargs, CONTEXT_KEYWORD: _Replay(attention)}
+        isolated = replace(fused, attention=answers[fused.attention], mlp=answers[fused.mlp])
+        self._check(call, isolated, call.args, kwargs)
+        call.module.forward = fused
+        self._layers.append((call, fused))
+
+    def _replace(
+        self, call: TracedCall, fused: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Install a fused forward if it gives what the module gave."""
+        self._check(call, fused, args, kwargs)
+        call.module.forward = fused
+
+    def _check(
+        self, call: TracedCall, fused: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if error := differs(first_output(fused(*args, **kwargs)), first_output(call.output)):
+            raise NotFused(f"the fused result differs: {error}")
+
+    def _note_join(self, reason: str | None) -> None:
+        if reason is None:
+            self._fused["joined projections"] += 1
+        else:
+            self._kept["joined projections"][reason] += 1
+
+    def _hand_norms_on(self) -> None:
+        """Let each fused layer compute the input norm of the one that reads its output."""
+        for (call, fused), (following, next_fused) in zip(self._layers, self._layers[1:], strict=False):
+            if same_tensor(call.output, following.input):
+                fused.next_norm = next_fused.input_norm
+
+
+def _has_attention(call: TracedCall) -> bool:
+    return any(child.attention is not None for child in call.children)
+
+
+class _Recorded(nn.Module):
+    """Stands for a sub-layer while its layer is checked: a rounding may lead a mixture of experts to other experts."""
+
+    def __init__(self, traced: TracedCall) -> None:
+        super().__init__()
+        self._traced = traced
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        if error := differs(hidden_states, self._traced.input):
+            raise NotFused(f"the input of its {type(self._traced.module).__name__} differs: {error}")
+        return self._traced.output
+
+
+class _Replay(RotaryContext):
+    """Answers as attention did in the trace, after checking that it is asked the same."""
+
+    def __init__(self, traced: TracedCall) -> None:
+        assert traced.attention is not None and traced.attended is not None
+        self._asked, self._attended = traced.attention, traced.attended
+        self.rotated = False
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        return self._attended
+
+    def attend_rotary(self, call: RotaryCall) -> Tensor:
+        layer, slots = _small_pages(call)
+        query = rope_write(
+            call.query, call.key, call.value, call.cos, call.sin, layer, slots,
+            rope=call.rope, q_norm=call.q_norm, k_norm=call.k_norm,
+        )  # fmt: skip
+        stored = [pages.tensor[1, :, : len(slots)] for pages in (layer.k, layer.v)]
+        results = (query.transpose(0, 1), *stored)
+        asked = (self._asked.query[0], self._asked.key[0], self._asked.value[0])
+        for name, actual, expected in zip("QKV", results, asked, strict=True):
+            if error := differs(actual, expected):
+                raise NotFused(f"fused {name} differs: {error}")
+        self.rotated = True
+        return self._attended[0]
+
+
+def _small_pages(call: RotaryCall) -> tuple[LayerKV, Tensor]:
+    """Pages of one block in the model's dtype, and slots for the call's tokens."""
+    block_size = 16
+    assert call.key.shape[0] <= block_size
+
+    def pages(x: Tensor) -> PlainPages:
+        return PlainPages(data=x.new_zeros(2, x.shape[1], block_size, x.shape[2]))
+
+    slots = torch.arange(block_size, block_size + call.key.shape[0], device=call.key.device)
+    return LayerKV(k=pages(call.key), v=pages(call.value)), slots

@@ -1,0 +1,125 @@
+"""Several linears of one input as one matrix product, without a second copy of the weights.
+
+The joined weight becomes the storage: the original parameters keep their identity and their values, and their data
+become rows of it. The user's model, an optimizer, `save_pretrained` go on as before, and what they write is seen here.
+Memory for one group of linears is needed on top while it is joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# [..., in_features] -> one tensor per part, [..., features of the part], contiguous in their last dimension
+Projections = Callable[[Tensor], tuple[Tensor, ...]]
+
+
+class JoinedLinear:
+    """One product for several `nn.Linear` of one input."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self._sizes = [linear.out_features for linear in linears]
+        self._weight = join_parameters([linear.weight for linear in linears])
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        self._bias = join_parameters(biases) if biases else None
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        return F.linear(x, self._weight, self._bias).split(self._sizes, -1)
+
+
+class SeparateLinears:
+    """Any modules of one input, each called by itself."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = tuple(modules)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(module(x) for module in self._modules)
+
+
+class SplitLinear:
+    """One module whose output holds all parts, one after the other."""
+
+    def __init__(self, module: nn.Module, sizes: Sequence[int]) -> None:
+        self._module = module
+        self._sizes = list(sizes)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        parts: tuple[Tensor, ...] = self._module(x).split(self._sizes, -1)
+        return parts
+
+
+def join(modules: Sequence[nn.Module], shared: set[int]) -> tuple[Projections, str | None]:
+    """The projections of `modules`, joined where possible, and the reason where not.
+
+    A class of packed linears takes part by a static method `join(modules) -> Projections | None`.
+
+    Args:
+        shared: ids of parameters that more than one module uses; those cannot be rows of two weights.
+    """
+    joiner = getattr(type(modules[0]), "join", None)
+    if joiner is not None and len({type(module) for module in modules}) == 1:
+        joined: Projections | None = joiner(modules)
+        if joined is not None:
+            return joined, None
+    reason = _obstacle(modules, shared)
+    if reason is not None:
+        return SeparateLinears(modules), reason
+    return JoinedLinear([module for module in modules if isinstance(module, nn.Linear)]), None
+
+
+def _obstacle(modules: Sequence[nn.Module], shared: set[int]) -> str | None:
+    for module in modules:
+        if type(module) is not nn.Linear:
+            return f"{type(module).__name__} is not a plain nn.Linear"
+        if why := wrapped(module):
+            return why
+        for parameter in module.parameters():
+            if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor or parameter.is_inference():
+                return f"a weight is a {type(parameter.data).__name__} of its own kind"
+            if id(parameter) in shared:
+                return "a weight is shared with another module"
+    first = modules[0]
+    for name, plural in (("weight", "weights"), ("bias", "biases")):
+        if len({_kind(getattr(module, name)) for module in modules}) > 1:
+            return f"the {plural} differ in dtype, device or presence"
+    return None if first.weight.device.type != "meta" else "weights are on the meta device"
+
+
+def _kind(parameter: nn.Parameter | None) -> tuple[torch.dtype, torch.device, torch.Size] | None:
+    return None if parameter is None else (parameter.dtype, parameter.device, parameter.shape[1:])
+
+
+def wrapped(module: nn.Module) -> str | None:
+    """Why a module must not be bypassed: somebody hangs on its calls."""
+    if "forward" in vars(module):
+        return f"the forward of a {type(module).__name__} is wrapped (offloaded or patched)"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return f"a {type(module).__name__} has forward hooks"
+    return None
+
+
+def join_parameters(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor whose rows are those of all parameters; their data become slices of it, bit for bit."""
+    first = parameters[0].data
+    rows = [parameter.shape[0] for parameter in parameters]
+    shape = (sum(rows), *first.shape[1:])
+    if _adjacent(parameters):  # joined before, for an earlier view of the same model
+        return first.as_strided(shape, first.stride(), first.storage_offset())
+    joined = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, joined.split(rows), strict=True):
+        parameter.data = part
+    return joined
+
+
+def _adjacent(parameters: Sequence[Tensor]) -> bool:
+    storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    at = parameters[0].data_ptr()
+    for parameter in parameters:
+        if parameter.data_ptr() != at or not parameter.is_contiguous():
+            return False
+        at += parameter.numel() * parameter.element_size()
+    return len(storages) == 1

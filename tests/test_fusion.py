@@ -1,0 +1,388 @@
+"""Fusion: the same model with fewer kernels, or the model as it was and a reason."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import FAMILIES, prompts, tiny_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+
+from hf_paged import LLM, SamplingParams
+from hf_paged.attention import CONTEXT_KEYWORD, no_mask
+from hf_paged.fusion import FusionReport, fuse
+from hf_paged.kernels.layout import AttentionMetadata
+from hf_paged.kv_cache import KVCache, layer_formats
+from hf_paged.layer_probe import probe_layers
+from hf_paged.model_runner import StepContext
+from hf_paged.model_view import ModelFingerprint, build_view
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+BLOCK_SIZE = 16
+# Families whose layers keep a component: no RMSNorm, no gated MLP, a scaled residual, a norm across heads.
+KEEPS_LAYERS = ("gpt_neox", "gpt2", "granite", "cohere", "starcoder2", "stablelm")
+KEEPS_MLP = ("gpt_neox", "gpt2", "mixtral", "gpt_oss", "starcoder2")
+KEEPS_ATTENTION = ("olmo2",)
+ENGINE_FAMILIES = [family for family in FAMILIES if family != "stablelm"]  # its layers drop the engine's keyword
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def fused_view(model: PreTrainedModel) -> tuple[PreTrainedModel, FusionReport]:
+    view = build_view(model)
+    return view, fuse(view)
+
+
+@torch.no_grad()
+def step_logits(view: PreTrainedModel, tokens: int = 21) -> Tensor:
+    """`[tokens, vocab]` of one packed prompt through fresh pages."""
+    device = next(view.parameters()).device
+    specs = probe_layers(view)
+    num_blocks = tokens // BLOCK_SIZE + 1
+    formats = layer_formats(specs, "auto", ())
+    empty = KVCache(specs, formats, num_blocks=0, block_size=BLOCK_SIZE)
+    cache = KVCache(specs, formats, num_blocks=1 + num_blocks * len(empty.groups), block_size=BLOCK_SIZE)
+    metadata = []
+    for group in range(len(cache.groups)):
+        blocks = torch.arange(1 + group * num_blocks, 1 + (group + 1) * num_blocks, device=device)
+        metadata.append(
+            AttentionMetadata(
+                cu_seqlens_q=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+                seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+                block_tables=blocks.int().unsqueeze(0),
+                slot_mapping=blocks[0] * BLOCK_SIZE + torch.arange(tokens, device=device),
+                num_decodes=0,
+                max_seqlen_q=tokens,
+                max_seq_len=tokens,
+            )
+        )
+    ids = prompts((tokens,))[0].to(device)
+    positions = torch.arange(tokens, device=device)
+    context: dict[str, Any] = {CONTEXT_KEYWORD: StepContext(cache, tuple(metadata))}
+    output = view(
+        input_ids=ids.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        attention_mask=no_mask(device),
+        use_cache=False,
+        **context,
+    )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def assert_same_logits(actual: Tensor, expected: Tensor) -> None:
+    """A few roundings per layer, each half a step of the dtype, grow through at most 4 layers and the norms between:
+    8 steps of the logits' root mean square; in fp32 the order of sums adds to that, 2^-18 in all."""
+    step = 2.0**-21 if expected.dtype == torch.float32 else torch.finfo(expected.dtype).eps
+    error = (actual.double() - expected.double()).square().mean().sqrt()
+    assert error <= 8 * step * expected.double().square().mean().sqrt()
+    torch.testing.assert_close(actual.double().std(), expected.double().std(), rtol=8 * step, atol=0)
+
+
+def generated(model: PreTrainedModel, **options: object) -> list[list[int]]:
+    llm = LLM(model, num_blocks=200, block_size=BLOCK_SIZE, max_num_batched_tokens=20, **options)  # type: ignore[arg-type]  # mixed values
+    ids = [prompt.tolist() for prompt in prompts((5, 19, 1, 33))]
+    return [output.outputs[0].token_ids for output in llm.generate(ids, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_fused_in_every_family(family: str) -> None:
+    """A pattern that silently stops matching a family would only show as lost speed."""
+    model = tiny_model(family)
+    _, report = fused_view(model)
+    layers = model.config.num_hidden_layers
+    expected = {
+        "decoder layer": 0 if family in KEEPS_LAYERS else layers,
+        "MLP": 0 if family in KEEPS_MLP else layers,
+        "attention": 0 if family in KEEPS_ATTENTION or family == "stablelm" else layers,
+    }
+    assert {name: report.component(name).fused for name in expected} == expected
+    for name, count in expected.items():
+        if count == 0 and not (name != "MLP" and family == "stablelm"):
+            assert sum(report.component(name).kept.values()) == layers and all(report.component(name).kept)
+
+
+@pytest.mark.parametrize("family", ENGINE_FAMILIES)
+def test_a_fused_step_gives_the_logits_of_the_model(family: str) -> None:
+    model = tiny_model(family)
+    expected = step_logits(build_view(model))
+    assert_same_logits(step_logits(fused_view(model)[0]), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3", "olmo2"])
+def test_a_fused_step_in_bf16_stays_within_a_few_roundings(family: str) -> None:
+    """Not for mixtures of experts, where one rounding may choose another expert."""
+    model = tiny_model(family).bfloat16()
+    expected = step_logits(build_view(model))
+    view, report = fused_view(model)
+    assert report.component("decoder layer").fused == model.config.num_hidden_layers
+    assert_same_logits(step_logits(view), expected)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("family", ENGINE_FAMILIES)
+def test_a_fused_engine_generates_the_same_tokens(family: str, kv_cache_dtype: str) -> None:
+    model = tiny_model(family)
+    expected = generated(model, fuse=False, kv_cache_dtype=kv_cache_dtype)
+    assert generated(model, fuse=True, kv_cache_dtype=kv_cache_dtype) == expected
+
+
+def test_the_user_s_model_computes_the_very_same_and_holds_no_second_copy() -> None:
+    model = tiny_model("qwen2")
+    ids = prompts((9,))[0].unsqueeze(0)
+    before = model(ids).logits
+    values = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    identities = [id(parameter) for parameter in model.parameters()]
+    view, _ = fused_view(model)
+    assert [id(parameter) for parameter in model.parameters()] == identities
+    assert all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())
+    assert torch.equal(model(ids).logits, before)
+    attention = model.model.layers[1].self_attn
+    q, k, v = (getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj"))
+    assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    assert k.data_ptr() == q.data_ptr() + q.numel() * 4 and v.data_ptr() == k.data_ptr() + k.numel() * 4
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    assert sum(storages.values()) == sum(p.numel() * 4 for p in model.parameters())
+    assert view.model.layers[1].self_attn.q_proj.weight is q
+
+
+def test_a_second_engine_moves_no_weight() -> None:
+    """Moving them again would make the first engine's fingerprint stale, and every call would rebuild."""
+    model = tiny_model("llama")
+    fused_view(model)
+    fingerprint = ModelFingerprint(model)
+    fused_view(model)
+    assert ModelFingerprint(model).structure == fingerprint.structure
+
+
+def test_one_engine_serves_many_calls() -> None:
+    llm = LLM(tiny_model("llama"), num_blocks=50, block_size=16, fuse=True)
+    engine = llm.engine
+    llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    assert llm.engine is engine
+
+
+def test_weights_written_in_place_are_seen() -> None:
+    model = tiny_model("llama")
+    llm = LLM(model, num_blocks=50, block_size=16, fuse=True)
+    prompt = [[5, 6, 7, 8]]
+    before = llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    loss = model(torch.tensor(prompt), labels=torch.tensor(prompt)).loss
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=3.0).step()
+    after = llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    fresh = LLM(model, num_blocks=50, block_size=16, fuse=False)
+    assert after == fresh.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    assert after != before
+
+
+def test_a_moved_model_is_fused_again() -> None:
+    model = tiny_model("llama")
+    llm = LLM(model, num_blocks=50, block_size=16, fuse=True)
+    model.bfloat16()
+    tokens = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    fresh = LLM(model, num_blocks=50, block_size=16, fuse=True)
+    assert llm.engine.fusion.component("decoder layer").fused == 3
+    assert tokens == fresh.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_a_fused_model_is_saved_whole(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    ids = prompts((9,))[0].unsqueeze(0)
+    expected = model(ids).logits
+    fused_view(model)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, expected)
+
+
+def test_a_call_without_pages_runs_the_model_s_own_attention() -> None:
+    model = tiny_model("llama")
+    view, _ = fused_view(model)
+    ids = prompts((9,))[0].unsqueeze(0).repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        expected, actual = (m(ids, attention_mask=mask).logits[mask.bool()] for m in (model, view))
+    assert_same_logits(actual, expected)
+
+
+def test_a_view_goes_without_a_garbage_collection() -> None:
+    """A cycle through a fused forward would keep a deleted model's weights on the GPU."""
+    view, _ = fused_view(tiny_model("llama"))
+    layers = [weakref.ref(module) for module in view.model.layers]
+    gc.collect()
+    gc.disable()
+    try:
+        del view
+        assert all(layer() is None for layer in layers)
+    finally:
+        gc.enable()
+
+
+# ---- what must stay as it is -----------------------------------------------------------------------------------------
+
+
+class PositionScaledAttention(LlamaAttention):
+    """Scales queries far into the sequence (Llama 4): the same as Llama's up to some position."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **kwargs: Any) -> Any:
+        far = kwargs["position_ids"] > 200
+        cos, sin = position_embeddings
+        stretch = torch.where(far, 1.1, 1.0).unsqueeze(-1)
+        return super().forward(hidden_states, (cos * stretch, sin * stretch**0.5), **kwargs)
+
+
+class ClampedMLP(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(max=0.5))
+
+
+class ShiftedNorm(LlamaRMSNorm):
+    """eps outside the root: differs only for tiny rows."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        rms = hidden_states.pow(2).mean(-1, keepdim=True).sqrt()
+        return self.weight * hidden_states / (rms + self.variance_epsilon**0.5)
+
+
+@pytest.mark.parametrize(
+    ("target", "cls", "component", "reason"),
+    [
+        ("self_attn", PositionScaledAttention, "attention", "rotation"),
+        ("mlp", ClampedMLP, "MLP", "multiply"),
+        ("input_layernorm", ShiftedNorm, "RMSNorm", "does not compute an RMSNorm"),
+    ],
+)
+def test_a_module_that_looks_alike_and_computes_something_else_is_kept(
+    target: str, cls: type[nn.Module], component: str, reason: str
+) -> None:
+    model = tiny_model("llama")
+    getattr(model.model.layers[1], target).__class__ = cls
+    expected = step_logits(build_view(model))
+    view, report = fused_view(model)
+    assert sum(report.component(component).kept.values()) == 1
+    assert reason in next(iter(report.component(component).kept))
+    assert_same_logits(step_logits(view), expected)
+
+
+def test_hooked_modules_are_called_and_their_hooks_run() -> None:
+    model = tiny_model("llama")
+    calls = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        calls.append(module)
+        return output * 1.5
+
+    layer = model.model.layers[0]
+    for module in (layer.self_attn.k_proj, layer.post_attention_layernorm, layer.mlp.act_fn, layer.mlp):
+        module.register_forward_hook(hook)
+    expected = step_logits(build_view(model))
+    view, report = fused_view(model)
+    calls.clear()
+    assert_same_logits(step_logits(view), expected)
+    assert len(calls) >= 4
+    kept = {name: report.component(name).kept for name in ("RMSNorm", "joined projections")}
+    assert kept == {
+        "RMSNorm": {"a LlamaRMSNorm has forward hooks": 1},
+        "joined projections": {"a Linear has forward hooks": 1},
+    }
+
+
+def test_offloaded_modules_are_left_alone() -> None:
+    accelerate = pytest.importorskip("accelerate.hooks")
+    model = tiny_model("llama")
+    layer = model.model.layers[2]
+    for module in (layer.self_attn, layer.mlp, layer.self_attn.q_proj):
+        accelerate.add_hook_to_module(module, accelerate.ModelHook())
+    expected = step_logits(build_view(model))
+    view, report = fused_view(model)
+    assert report.component("attention").kept == {
+        "the forward of a LlamaAttention is wrapped (offloaded or patched)": 1
+    }
+    assert report.component("MLP").fused == 2
+    assert_same_logits(step_logits(view), expected)
+
+
+def test_adapters_stay_in_the_path() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_model("llama")
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], r=4, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval().base_model.model
+    expected = step_logits(build_view(adapted))
+    view, report = fused_view(adapted)
+    assert report.component("attention").fused == 3 and report.component("MLP").fused == 3
+    assert report.component("joined projections").kept == {"Linear is not a plain nn.Linear": 6}
+    assert_same_logits(step_logits(view), expected)
+
+
+def share_k_and_v(model: PreTrainedModel) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.v_proj.weight = attention.k_proj.weight
+
+
+def one_bias(model: PreTrainedModel) -> None:
+    model.model.layers[0].self_attn.q_proj.bias = nn.Parameter(torch.ones(64))
+
+
+@pytest.mark.parametrize(("change", "reason"), [(share_k_and_v, "shared"), (one_bias, "biases differ")])
+def test_weights_that_cannot_be_rows_of_one_matrix_stay_apart(
+    change: Callable[[PreTrainedModel], None], reason: str
+) -> None:
+    model = tiny_model("llama")
+    change(model)
+    expected = step_logits(build_view(model))
+    view, report = fused_view(model)
+    assert report.component("attention").fused == 3
+    assert [reason in why for why in report.component("joined projections").kept] == [True]
+    assert_same_logits(step_logits(view), expected)
+
+
+def test_nothing_is_fused_without_values_or_in_training() -> None:
+    with torch.device("meta"):
+        meta = tiny_model_shell()
+    assert "meta device" in str(fuse(build_view(meta)))
+    assert "training mode" in str(fuse(build_view(tiny_model("llama").train())))
+
+
+def tiny_model_shell() -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_model("llama").config)
+    return model.eval()
+
+
+def test_fusion_is_off_on_a_cpu_unless_asked_for() -> None:
+    assert "not fused" in str(LLM(tiny_model("llama"), num_blocks=50, block_size=16).engine.fusion)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ENGINE_FAMILIES)
+def test_a_fused_engine_generates_the_same_tokens_on_the_gpu(family: str) -> None:
+    model = tiny_model(family).cuda()
+    assert generated(model, fuse=True) == generated(model, fuse=False)
+
+
+@pytest.mark.gpu
+def test_a_fused_decode_step_takes_ten_kernels_a_layer() -> None:
+    """Two norms with residual, QKV, RoPE and write, attention and its reduction, output, gate-up, act, down."""
+    counts = []
+    for layers in (2, 6):
+        llm = LLM(tiny_model("llama", num_hidden_layers=layers, head_dim=64).cuda().half(), num_blocks=50, fuse=True)
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        llm.generate([[5, 6, 7]], params, use_tqdm=False)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            llm.generate([[5, 6, 7]], params, use_tqdm=False)
+        counts.append(sum(event.count for event in profile.key_averages() if "mem" not in event.key.lower()))
+    assert (counts[1] - counts[0]) / 4 / 40 <= 11.0
