@@ -21,7 +21,8 @@ def quantize_rows_kernel(
     values = tl.load(x + row * K + k, mask=k < K, other=0.0).to(tl.float32)
     scale = tl.max(tl.abs(values)) / 448.0
     scale = tl.where(scale == 0, 1.0, scale)
-    tl.store(codes + row * K + k, (values / scale).to(codes.dtype.element_ty), mask=k < K)
+    values = tl.clamp(values / scale, -448.0, 448.0)  # the quotient of the maximum may round above
+    tl.store(codes + row * K + k, values.to(codes.dtype.element_ty), mask=k < K)
     tl.store(scales + row, scale)
 
 
