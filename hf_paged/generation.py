@@ -1,9 +1,8 @@
-"""`model.generate(..., cache_implementation="paged")`: what a call asks for, and who runs it.
+"""`model.generate(..., cache_implementation="paged")`: recognise a call for pages and check it.
 
-Transformers prepares everything (inputs, processors, criteria, expansion) and hands over through its public
-`custom_generate=<callable>`. Two drivers, one store: the engine for greedy and sampled decoding, and Transformers' own
-loops over a `PagedCache` for all that the engine cannot express. Both run on a *view* of the model, so the model, its
-config and every other call on it are untouched. What cannot be done raises before any work.
+Transformers then prepares everything (inputs, processors, criteria, expansion) and hands over through its public
+`custom_generate=<callable>`, a `PagedCall`. Every other call passes through untouched. What cannot be done raises
+before any work, and nothing that belongs to the user (configs, dictionaries, the model) is changed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,32 +21,13 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation.configuration_utils import GenerationMode
 
-from hf_paged.config import EngineConfig
-from hf_paged.loop_generation import ModeArguments, loop_of, new_cache, run_loop
+from hf_paged.loop_generation import ModeArguments
 from hf_paged.paged_cache import PagedCache
-from hf_paged.served_models import paged_view, takes_keywords
-
-logger = logging.getLogger(__name__)
+from hf_paged.paged_call import PagedCall, engine_config
+from hf_paged.served_models import paged_view
 
 CACHE_NAME = "paged"
-_STORE_OPTIONS = ("block_size", "kv_cache_dtype", "skip_layers", "num_blocks")
-_ENGINE_OPTIONS = (
-    "enable_prefix_caching",
-    "swap_space",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "cuda_graphs",
-    "async_scheduling",
-    "fuse",
-)
-CACHE_OPTIONS = _STORE_OPTIONS + _ENGINE_OPTIONS
-
-# What the engine understands of the keywords that Transformers prepares for a forward.
-_ENGINE_KEYWORDS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "past_key_values", "use_cache"})
-
-
 # ---- the hook on GenerationMixin.generate ----------------------------------------------------------------------------
 
 
@@ -114,13 +93,13 @@ def _generate_paged(model: PreTrainedModel, original: Callable[..., Any], call: 
     if stop_strings is not None:
         call["stopping_criteria"] = _with_stop_strings(stop_strings, call)
     arguments = ModeArguments(
-        streamer=call.get("streamer"),
+        streamer=call.pop("streamer", None),  # the prompt is put once the call has been checked
         assistant_model=call.get("assistant_model"),
         tokenizer=call.get("tokenizer"),
         assistant_tokenizer=call.get("assistant_tokenizer"),
         synced_gpus=call.get("synced_gpus"),
     )
-    call["custom_generate"] = functools.partial(_decode, view=view, cache_config=config, arguments=arguments)
+    call["custom_generate"] = PagedCall(view=view, cache_config=config, arguments=arguments)
     return original(model, **call)
 
 
@@ -131,22 +110,7 @@ def _with_stop_strings(stop_strings: Any, call: dict[str, Any]) -> StoppingCrite
     return StoppingCriteriaList([*(call.get("stopping_criteria") or []), criterion])
 
 
-def engine_config(options: Any) -> EngineConfig:
-    """The `EngineConfig` of a `cache_config`, which is left as it is.
-
-    Raises:
-        ValueError: not a mapping, an unknown key, or a value that is out of range.
-    """
-    options = {} if options is None else options
-    if not isinstance(options, Mapping):
-        raise ValueError(f"cache_config must be a dict, not {type(options).__name__}")
-    unknown = sorted(set(options) - set(CACHE_OPTIONS))
-    if unknown:
-        raise ValueError(f"unknown cache_config keys {unknown}; allowed: {', '.join(CACHE_OPTIONS)}")
-    return EngineConfig(**options)
-
-
-# ---- the callable that Transformers runs -----------------------------------------------------------------------------
+# ---- without the hook ------------------------------------------------------------------------------------------------
 
 
 def generate(
@@ -164,128 +128,9 @@ def generate(
     `assistant_model` from every custom function; with it (`hf_paged.register()`) this is the same as
     `cache_implementation="paged"`.
     """
-    return _decode(
-        model,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        inputs_tensor,
+    call = PagedCall(
         view=paged_view(model),
         cache_config=engine_config(generation_config.cache_config),
         arguments=ModeArguments(),
-        **model_kwargs,
     )
-
-
-def _decode(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    inputs_tensor: Tensor | None = None,
-    *,
-    view: PreTrainedModel,
-    cache_config: EngineConfig,
-    arguments: ModeArguments,
-    **model_kwargs: Any,
-) -> Any:
-    """Choose the driver of a prepared call and run it."""
-    generation_config.cache_implementation = None  # assistants inherit this config and bring caches of their own
-    loop = loop_of(model, generation_config, arguments)
-    _check_prompts(input_ids, model_kwargs.get("attention_mask"))
-    driver, reason = _driver_for(view, generation_config, arguments, model_kwargs)
-    logger.info("paged generate: %s (%s)%s", driver, reason, _without_effect(driver, cache_config))
-    if driver == "engine":
-        from hf_paged.engine_generation import generate_with_engine
-
-        return generate_with_engine(
-            model,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            streamer=arguments.streamer,
-            attention_mask=model_kwargs.get("attention_mask"),
-            cache_config=cache_config,
-        )
-    run = functools.partial(
-        run_loop,
-        loop,
-        input_ids=input_ids,
-        arguments=arguments,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
-        inputs_tensor=inputs_tensor,
-    )
-    if driver == "dense":
-        return run(model, **model_kwargs)
-    # Attention weights come from the model's own attention; under it a PagedCache reads its pages back.
-    runner = model if generation_config.output_attentions else view
-    if isinstance(model_kwargs.get("past_key_values"), PagedCache):
-        return run(runner, **model_kwargs)
-    rows, columns = _prompt_shape(input_ids, model_kwargs)
-    cache = new_cache(model, cache_config, generation_config, rows=rows, columns=columns)
-    try:
-        result = run(runner, **{**model_kwargs, "past_key_values": cache})
-    except BaseException:
-        cache.reset()
-        raise
-    if not generation_config.return_dict_in_generate:
-        cache.reset()
-    return result
-
-
-def _driver_for(
-    view: PreTrainedModel,
-    generation_config: GenerationConfig,
-    arguments: ModeArguments,
-    model_kwargs: Mapping[str, Any],
-) -> tuple[str, str]:
-    """The one place where the driver is chosen: ("engine" | "loop" | "dense", why)."""
-    mode = generation_config.get_generation_mode(arguments.assistant_model)
-    cache = model_kwargs.get("past_key_values")
-    if not generation_config.use_cache:
-        logger.warning('use_cache=False with cache_implementation="paged": there is no cache, paged or other')
-        return "dense", "use_cache=False"
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        return "loop", mode.value
-    if isinstance(cache, PagedCache):
-        return "loop", "past_key_values was given"
-    if generation_config.return_dict_in_generate:
-        return "loop", "return_dict_in_generate returns the cache"
-    if generation_config.is_assistant or arguments.synced_gpus:
-        return "loop", "assistant" if generation_config.is_assistant else "synced_gpus"
-    if generation_config.output_attentions or generation_config.output_hidden_states:
-        return "loop", "attentions or hidden states are returned"
-    if not takes_keywords(view):
-        return "loop", f"{type(view).__name__} drops the keyword that carries an engine step"
-    other = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _ENGINE_KEYWORDS)
-    if other:
-        return "loop", f"the forward takes {', '.join(other)}"
-    return "engine", mode.value
-
-
-def _without_effect(driver: str, config: EngineConfig) -> str:
-    """The note on options that were given and do not matter to a loop."""
-    default = EngineConfig()
-    given = [name for name in _ENGINE_OPTIONS if getattr(config, name) != getattr(default, name)]
-    return f"; {', '.join(given)} only steer the engine" if given and driver != "engine" else ""
-
-
-def _prompt_shape(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns that the prefill stores."""
-    embeds = model_kwargs.get("inputs_embeds")
-    shape = input_ids.shape if embeds is None else embeds.shape
-    return int(shape[0]), int(shape[1])
-
-
-def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Refuse rows without a single token: nothing stands behind their first logits."""
-    if attention_mask is None or attention_mask.dim() != 2:
-        return
-    empty = (~attention_mask.bool().any(-1)).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(f"attention_mask masks every token of rows {empty}: a prompt needs at least one")
+    return call(model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, **model_kwargs)

@@ -53,28 +53,49 @@ def loop_of(model: PreTrainedModel, generation_config: GenerationConfig, argumen
     return loop
 
 
-def run_loop(
-    loop: Loop, model: PreTrainedModel, *, input_ids: Tensor, arguments: ModeArguments, **prepared: Any
+def generate_with_loop(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    loop: Loop,
+    arguments: ModeArguments,
+    cache_config: EngineConfig | None,
+    generation_config: GenerationConfig,
+    inputs_tensor: Tensor | None,
+    **prepared: Any,
 ) -> Any:
-    """Run a decoding loop on `model` with what Transformers prepared for it, the cache included."""
-    extra = {**arguments.given(), "inputs_tensor": prepared.pop("inputs_tensor", None)}
-    accepted = inspect.signature(loop).parameters
-    known = {name: value for name, value in extra.items() if name in accepted and value is not None}
-    return loop(model, input_ids, **known, **prepared)
+    """Run a decoding loop with what Transformers prepared for it.
 
-
-def new_cache(
-    model: PreTrainedModel, config: EngineConfig, generation_config: GenerationConfig, *, rows: int, columns: int
-) -> PagedCache:
-    """A cache sized for one call.
+    A cache that the user passed, or that is part of the result, keeps its blocks; any other gives them back.
 
     Args:
-        rows: rows of the batch, expanded for beams or returned sequences.
-        columns: prompt length.
+        cache_config: options of the `PagedCache` to bring; None runs with whatever cache there is, or none.
 
     Raises:
-        ValueError: `config.num_blocks` cannot hold the call.
+        ValueError: `cache_config.num_blocks` cannot hold the call.
     """
+    extra = {**arguments.given(), "inputs_tensor": inputs_tensor}
+    accepted = inspect.signature(loop).parameters
+    known = {name: value for name, value in extra.items() if name in accepted and value is not None}
+    cache = None
+    if cache_config is not None and not isinstance(prepared.get("past_key_values"), PagedCache):
+        prompt = prepared.get("inputs_embeds")
+        rows, columns = (input_ids if prompt is None else prompt).shape[:2]
+        tokens = int(generation_config.max_length) + (columns if columns != input_ids.shape[1] else 0)
+        prepared["past_key_values"] = cache = _new_cache(model, cache_config, rows, tokens)
+        cache.share_prompt(max(generation_config.num_beams, generation_config.num_return_sequences), columns)
+    is_returned = False
+    try:
+        result = loop(model, input_ids, generation_config=generation_config, **known, **prepared)
+        is_returned = bool(generation_config.return_dict_in_generate)
+        return result
+    finally:
+        if cache is not None and not is_returned:
+            cache.reset()
+
+
+def _new_cache(model: PreTrainedModel, config: EngineConfig, rows: int, tokens: int) -> PagedCache:
+    """A cache for `rows` rows (expanded for beams or returned sequences) of up to `tokens` tokens."""
     cache = PagedCache(
         model,
         block_size=config.block_size,
@@ -82,6 +103,5 @@ def new_cache(
         skip_layers=config.skip_layers,
         num_blocks=config.num_blocks,
     )
-    cache.reserve(rows, int(generation_config.max_length))
-    cache.share_prompt(max(generation_config.num_beams, generation_config.num_return_sequences), columns)
+    cache.reserve(rows, tokens)
     return cache

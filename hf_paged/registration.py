@@ -6,7 +6,6 @@ carries the function that it replaced, so a second import of the package (a relo
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GenerationM
 
 from hf_paged.attention import ATTENTION_NAME, paged_attention_forward, paged_attention_mask
 from hf_paged.generation import wrap_generate
+from hf_paged.quant import registry
 from hf_paged.served_models import forget_models
 
 _REPLACED = "__hf_paged_original__"
@@ -36,10 +36,7 @@ def register(*, hook: bool = True) -> None:
         hooked = wrap_generate(original)
         setattr(hooked, _REPLACED, original)
         _set_generate(hooked)
-    if importlib.util.find_spec("hf_paged.quant.registry") is not None:
-        from hf_paged.quant import registry
-
-        registry.register()
+    registry.register()
 
 
 def unregister() -> None:
@@ -56,10 +53,7 @@ def unregister() -> None:
     AttentionInterface._global_mapping.pop(ATTENTION_NAME, None)
     AttentionMaskInterface._global_mapping.pop(ATTENTION_NAME, None)
     forget_models()
-    if importlib.util.find_spec("hf_paged.quant.registry") is not None:
-        from hf_paged.quant import registry
-
-        registry.unregister()
+    registry.unregister()
 
 
 def _set_generate(function: Callable[..., Any]) -> None:

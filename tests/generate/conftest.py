@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged import generation
+from hf_paged import paged_call
 
 _ENGINE = ("engine_generation", "outputs", "sampler")
 DRIVERS = ("loop", "engine") if all(importlib.util.find_spec(f"hf_paged.{name}") for name in _ENGINE) else ("loop",)
@@ -18,14 +18,14 @@ DRIVERS = ("loop", "engine") if all(importlib.util.find_spec(f"hf_paged.{name}")
 @pytest.fixture(params=DRIVERS)
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each driver in turn, for calls that the engine can express; the loop serves those as well."""
-    choose = generation._driver_for
+    choose = paged_call.driver_for
 
     def forced(*args: Any) -> tuple[str, str]:
         chosen = choose(*args)
         assert chosen[0] == "engine" or request.param == "loop", f"the engine does not take this call: {chosen}"
         return (request.param, "chosen by the test")
 
-    monkeypatch.setattr(generation, "_driver_for", forced)
+    monkeypatch.setattr(paged_call, "driver_for", forced)
     return str(request.param)
 
 

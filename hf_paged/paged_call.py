@@ -1,0 +1,166 @@
+"""A prepared call of paged `generate()`: which driver runs it, and its `cache_config`.
+
+Two drivers, one store: the engine for greedy and sampled decoding, and Transformers' own loops over a `PagedCache` for
+all that the engine cannot express. Both run on a *view* of the model, so the model, its config and every other call on
+it are untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
+
+from hf_paged.config import EngineConfig
+from hf_paged.loop_generation import ModeArguments, generate_with_loop, loop_of
+from hf_paged.paged_cache import PagedCache
+from hf_paged.served_models import takes_keywords
+
+logger = logging.getLogger(__name__)
+
+_STORE_OPTIONS = ("block_size", "kv_cache_dtype", "skip_layers", "num_blocks")
+_ENGINE_OPTIONS = (
+    "enable_prefix_caching",
+    "swap_space",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "cuda_graphs",
+    "async_scheduling",
+    "fuse",
+)
+CACHE_OPTIONS = _STORE_OPTIONS + _ENGINE_OPTIONS
+
+# What the engine understands of the keywords that Transformers prepares for a forward.
+_ENGINE_KEYWORDS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "past_key_values", "use_cache"})
+
+
+def engine_config(options: Any) -> EngineConfig:
+    """The `EngineConfig` of a `cache_config`, which is left as it is.
+
+    Raises:
+        ValueError: not a mapping, an unknown key, or a value that is out of range.
+    """
+    options = {} if options is None else options
+    if not isinstance(options, Mapping):
+        raise ValueError(f"cache_config must be a dict, not {type(options).__name__}")
+    unknown = sorted(set(options) - set(CACHE_OPTIONS))
+    if unknown:
+        raise ValueError(f"unknown cache_config keys {unknown}; allowed: {', '.join(CACHE_OPTIONS)}")
+    return EngineConfig(**options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedCall:
+    """The callable that Transformers runs as `custom_generate` once it has prepared a call."""
+
+    view: PreTrainedModel
+    cache_config: EngineConfig
+    arguments: ModeArguments
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Choose the driver and run it; returns what dense `generate` returns."""
+        generation_config.cache_implementation = None  # assistants inherit this config and bring caches of their own
+        loop = loop_of(model, generation_config, self.arguments)
+        if model_kwargs.get("inputs_embeds") is None:
+            embeddings: Any = model.get_input_embeddings()
+            _check_prompts(input_ids, model_kwargs.get("attention_mask"), embeddings.weight.shape[0])
+        driver, reason = driver_for(self.view, generation_config, self.arguments, model_kwargs)
+        logger.info("paged generate: %s (%s)%s", driver, reason, _without_effect(driver, self.cache_config))
+        if self.arguments.streamer is not None:
+            self.arguments.streamer.put(input_ids.cpu())
+        if driver == "engine":
+            from hf_paged.engine_generation import generate_with_engine
+
+            return generate_with_engine(
+                model,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                streamer=self.arguments.streamer,
+                attention_mask=model_kwargs.get("attention_mask"),
+                cache_config=self.cache_config,
+            )
+        # Attention weights come from the model's own attention; under it a PagedCache reads its pages back.
+        own_attention = driver == "dense" or generation_config.output_attentions
+        return generate_with_loop(
+            model if own_attention else self.view,
+            input_ids,
+            loop=loop,
+            arguments=self.arguments,
+            cache_config=None if driver == "dense" else self.cache_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            inputs_tensor=inputs_tensor,
+            **model_kwargs,
+        )
+
+
+def driver_for(
+    view: PreTrainedModel,
+    generation_config: GenerationConfig,
+    arguments: ModeArguments,
+    model_kwargs: Mapping[str, Any],
+) -> tuple[str, str]:
+    """The one place where the driver is chosen: ("engine" | "loop" | "dense", why)."""
+    mode = generation_config.get_generation_mode(arguments.assistant_model)
+    cache = model_kwargs.get("past_key_values")
+    if not generation_config.use_cache:
+        logger.warning('use_cache=False with cache_implementation="paged": there is no cache, paged or other')
+        return "dense", "use_cache=False"
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return "loop", mode.value
+    if isinstance(cache, PagedCache):
+        return "loop", "past_key_values was given"
+    if generation_config.return_dict_in_generate:
+        return "loop", "return_dict_in_generate returns the cache"
+    if generation_config.is_assistant or arguments.synced_gpus:
+        return "loop", "assistant" if generation_config.is_assistant else "synced_gpus"
+    if generation_config.output_attentions or generation_config.output_hidden_states:
+        return "loop", "attentions or hidden states are returned"
+    if not takes_keywords(view):
+        return "loop", f"{type(view).__name__} drops the keyword that carries an engine step"
+    other = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _ENGINE_KEYWORDS)
+    if other:
+        return "loop", f"the forward takes {', '.join(other)}"
+    return "engine", mode.value
+
+
+def _without_effect(driver: str, config: EngineConfig) -> str:
+    """The note on options that were given and do not matter to a loop."""
+    default = EngineConfig()
+    given = [name for name in _ENGINE_OPTIONS if getattr(config, name) != getattr(default, name)]
+    return f"; {', '.join(given)} only steer the engine" if given and driver != "engine" else ""
+
+
+def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> None:
+    """Refuse prompts that no model can answer: without a token, or with ids that it has no embedding for."""
+    real = torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask is not None and attention_mask.shape == input_ids.shape:
+        real = attention_mask.bool()
+    unknown = ((input_ids < 0) | (input_ids >= vocab_size)) & real
+    empty, bad = torch.stack([~real.any(-1), unknown.any(-1)]).tolist()
+    if True in empty:
+        raise ValueError(f"rows {_rows(empty)} hold no token (or mask all of them): a prompt needs at least one")
+    if True in bad:
+        raise ValueError(f"rows {_rows(bad)} hold token ids outside 0..{vocab_size - 1}")
+
+
+def _rows(flags: list[bool]) -> list[int]:
+    return [row for row, flag in enumerate(flags) if flag]
