@@ -53,7 +53,9 @@ class ModelFingerprint:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        modules = tuple((name, id(m), m.training, *_simple_attributes(m)) for name, m in model.named_modules())
+        modules = tuple(
+            (name, id(m), m.training, *_own_calls(m), *_simple_attributes(m)) for name, m in model.named_modules()
+        )
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         storage = tuple((name, id(t), _address(t), t.dtype, t.shape) for name, t in tensors)
         self.structure = hash((modules, storage, repr(model.config)))
@@ -62,6 +64,13 @@ class ModelFingerprint:
 
 def _address(tensor: Tensor) -> int:
     return -1 if tensor.is_meta else tensor.data_ptr()
+
+
+def _own_calls(module: nn.Module) -> Iterator[int]:
+    """What runs beside the class's forward: hooks (their handle ids are never reused) and a replaced `forward`."""
+    yield from module._forward_pre_hooks
+    yield from module._forward_hooks
+    yield id(vars(module).get("forward"))
 
 
 def _simple_attributes(module: nn.Module) -> Iterator[Any]:

@@ -1,0 +1,138 @@
+"""Which driver a call takes, what is said about it, and which models are refused before any work."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import PAD, VOCAB, left_padded, prompts, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from hf_paged import PagedCache
+
+BATCH = left_padded(prompts((5, 9)))
+PAGED = {"cache_implementation": "paged"}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+def call(model: Any, **options: Any) -> Any:
+    return model.generate(**{**BATCH, "do_sample": False, "max_new_tokens": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "engine (greedy_search)"),
+        ({"do_sample": True, "num_return_sequences": 2}, "engine (sample)"),
+        ({"num_beams": 2}, "loop (beam_search)"),
+        ({"return_dict_in_generate": True}, "loop (return_dict_in_generate returns the cache)"),
+        ({"num_beams": 2, "cache_config": {"swap_space": 1.0}}, "loop (beam_search); swap_space only steer the engine"),
+        ({"use_cache": False}, "dense (use_cache=False)"),
+    ],
+)
+def test_the_choice_of_driver_is_said_once(
+    model: PreTrainedModel, options: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="hf_paged.paged_call"):
+        call(model, **PAGED, **options)
+    assert [r.message for r in caplog.records if r.levelno == logging.INFO] == [f"paged generate: {said}"]
+
+
+def test_stablelm_takes_the_loop_because_it_drops_keywords(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hf_paged.paged_call"):
+        call(tiny_model("stablelm"), **PAGED)
+    assert "loop (StableLmForCausalLM drops the keyword" in caplog.text
+
+
+def test_a_cache_that_was_given_brings_its_own_options(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="has its options already"):
+        call(model, past_key_values=PagedCache(model), cache_config={"block_size": 16})
+
+
+def test_attentions_come_from_the_models_own_eager_attention() -> None:
+    """Paged attention has no weights to give; asked for them, the call runs under the model's attention over pages."""
+    model = tiny_model("llama")
+    model.set_attn_implementation("eager")
+    options = {"return_dict_in_generate": True, "output_attentions": True}
+    dense, paged = call(model, **options), call(model, **options, **PAGED)
+    assert torch.equal(paged.sequences, dense.sequences)
+    for ours, theirs in zip(paged.attentions, dense.attentions, strict=True):
+        torch.testing.assert_close(ours[0], theirs[0])
+
+
+def test_self_speculation_runs_over_pages(model: PreTrainedModel) -> None:
+    ids = BATCH["input_ids"][1:]
+    options = {"do_sample": False, "max_new_tokens": 10}
+    dense = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options, assistant_early_exit=1, **PAGED), dense)
+    model.generation_config.cache_implementation = "paged"
+    try:
+        assert torch.equal(model.generate(ids, **options, assistant_early_exit=1), dense)
+        assert torch.equal(model.generate(ids, **options, assistant_model=model), dense)
+    finally:
+        model.generation_config.cache_implementation = None
+    assert model.config.num_hidden_layers == 3
+
+
+class Interrupting(BaseStreamer):
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def put(self, value: Any) -> None:
+        self.seen += 1
+        if self.seen == 3:
+            raise KeyboardInterrupt
+
+    def end(self) -> None: ...
+
+
+def test_an_interrupted_call_leaves_nothing_behind(model: PreTrainedModel, driver: str) -> None:
+    ids = BATCH["input_ids"][1:]
+    expected = model.generate(ids, do_sample=False, max_new_tokens=8)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, do_sample=False, max_new_tokens=8, streamer=Interrupting(), **PAGED)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model.generate(ids, do_sample=False, max_new_tokens=8, **PAGED), expected)
+
+
+_SMALL = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "t5": (
+        {"d_model": 32, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0},
+        "encoder-decoder",
+    ),
+    "mamba": ({"hidden_size": 32, "num_hidden_layers": 1}, "their state is not keys and values|attention interface"),
+    "bloom": ({"hidden_size": 32, "n_layer": 1, "n_head": 2}, "attention interface"),
+    "gptj": ({"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8}, "attention interface"),
+    "lfm2": (
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "layer_types": ["conv", "full_attention"],
+        },
+        "conv",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_models_that_pages_cannot_serve_are_refused_by_name(family: str) -> None:
+    options, reason = REFUSED[family]
+    config = AutoConfig.for_model(family, **_SMALL, **options)
+    auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
+    model = auto.from_config(config).eval()
+    before = model.config.to_dict()
+    with pytest.raises(ValueError, match=reason) as error:
+        call(model, **PAGED)
+    assert type(model).__name__ in str(error.value)
+    assert model.config.to_dict() == before
+    call(model)  # and dense generation still works
