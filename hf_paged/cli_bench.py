@@ -67,12 +67,10 @@ def throughput(
     from hf_paged.eval.bench_models import load_bench_model  # loads torch: not for --help and bad use
     from hf_paged.eval.throughput import measure_throughput
 
-    with cli.ERR.status(f"measuring {model}"):
-        loaded = load_bench_model(model, dtype=dtype.value, device=device)
-        baselines = [choice.value for choice in baseline or ()]
-        machine, results = measure_throughput(
-            loaded, work, baselines=baselines, engine_options=options, repeats=repeats
-        )
+    cli.quiet_unless_terminal()
+    loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=device)
+    baselines = [choice.value for choice in baseline or ()]
+    machine, results = measure_throughput(loaded, work, baselines=baselines, engine_options=options, repeats=repeats)
     table = _table(f"{model}, {_describe(work)}", "seconds", "fastest..slowest", "tokens/s", "ceiling", "of ceiling")
     for result in results:
         table.add_row(
@@ -107,9 +105,9 @@ def latency(
     from hf_paged.eval.bench_models import load_bench_model  # loads torch: not for --help and bad use
     from hf_paged.eval.latency import measure_latency
 
-    with cli.ERR.status(f"measuring {model}"):
-        loaded = load_bench_model(model, dtype=dtype.value, device=device)
-        machine, results = measure_latency(loaded, work, dense=dense, engine_options=options, repeats=repeats)
+    cli.quiet_unless_terminal()
+    loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=device)
+    machine, results = measure_latency(loaded, work, dense=dense, engine_options=options, repeats=repeats)
     table = _table(f"{model}, {_describe(work)}", "first token ms", "p50 ms", "p90 ms", "p99 ms", "least ms")
     for result in results:
         figures = (result.first_token, result.p50, result.p90, result.p99, result.ceiling)

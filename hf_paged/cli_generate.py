@@ -56,12 +56,16 @@ def generate(
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = EngineConfig.max_num_seqs,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step.")] = EngineConfig.max_num_batched_tokens,
     max_model_len: Annotated[int | None, typer.Option(help="Prompt + output; default: the model's.")] = None,
+    prefix_caching: Annotated[bool, typer.Option(help="Share blocks of equal prompt beginnings.")] = True,
+    swap_space: Annotated[float, typer.Option(help="GiB of CPU memory for preempted requests.")] = 0.0,
+    fuse: Annotated[bool | None, typer.Option(help="Default: on a GPU.")] = None,
+    cuda_graphs: Annotated[bool | None, typer.Option(help="Default: on a GPU.")] = None,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
 ) -> None:
     """Complete prompts; a single one is written as it grows. With a chat template, each prompt is a user's message."""
     options = dict(locals())
-    engine_options = cli.engine_options({name: value for name, value in options.items() if name != "seed"})
+    engine_options = cli.engine_options(options | {"seed": None, "enable_prefix_caching": prefix_caching})
     names = {field.name for field in fields(SamplingParams)}
     params: SamplingParams = cli.checked(
         SamplingParams, {name: value for name, value in options.items() if name in names} | {"stop": stop or ()}
@@ -83,8 +87,8 @@ def generate(
 def load(model: str, dtype: cli.DType, device: str | None, engine_options: dict[str, Any]) -> LLM:
     from hf_paged.llm import LLM  # loads torch: not for --help and bad use
 
-    with cli.ERR.status(f"loading {model}"):
-        return LLM(model, dtype=dtype.value, device=device, **engine_options)
+    cli.quiet_unless_terminal()
+    return LLM(cli.existing(model), dtype=dtype.value, device=device, **engine_options)
 
 
 def read_prompts(arguments: list[str], file: Path | None) -> Iterator[str | Conversation]:

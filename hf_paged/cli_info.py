@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.table import Table
 
 from hf_paged import cli_support as cli
@@ -15,12 +16,19 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-def info(model: cli.Model, json_output: cli.JSONOutput = False) -> None:
+def info(
+    model: cli.Model,
+    json_output: cli.JSONOutput = False,
+    fusion: Annotated[
+        bool | None,
+        typer.Option("--fusion/--no-fusion", help="Load the weights and run the fusion pass; default: on a GPU."),
+    ] = None,
+) -> None:
     """Show layers, KV bytes per token for each format, tokens that fit this machine, and what is fused."""
     from hf_paged.info import model_info  # loads torch: not for --help and bad use
 
-    with cli.ERR.status(f"reading {model}"):
-        found = model_info(model)
+    cli.quiet_unless_terminal()
+    found = model_info(cli.existing(model), fusion=fusion)
     if json_output:
         print(json.dumps(found.as_dict()))
         return
@@ -31,9 +39,7 @@ def info(model: cli.Model, json_output: cli.JSONOutput = False) -> None:
     )
     cli.OUT.print(_layers(found.layers))
     cli.OUT.print(_kv_cache(found))
-    cli.OUT.print("fused:", ", ".join(found.fused) or "nothing", highlight=False)
-    for part, reason in found.not_fused.items():
-        cli.OUT.print(f"not fused: {part} ({reason})", highlight=False)
+    cli.OUT.print(str(found.fusion), markup=False, highlight=False)
 
 
 def _layers(kinds: list[LayerKind]) -> Table:

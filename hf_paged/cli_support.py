@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
@@ -54,6 +56,25 @@ def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def existing(model: str) -> str:
+    """`model`, unless it is a path to nothing: Transformers would take it for a hub name and say so in its own words.
+
+    Raises:
+        OSError: there is no such folder.
+    """
+    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+        raise OSError(f"there is no model folder {model}")
+    return model
+
+
+def quiet_unless_terminal() -> None:
+    """Keep Transformers' progress bars out of logs and pipes."""
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+
+
 def checked(make: Callable[..., R], options: dict[str, Any]) -> R:
     """`make(**options)`; a value that it refuses is bad use (exit code 2)."""
     try:
@@ -63,7 +84,7 @@ def checked(make: Callable[..., R], options: dict[str, Any]) -> R:
 
 
 def engine_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The `EngineConfig` fields among a command's arguments, checked before anything is loaded."""
-    chosen = {field.name: options[field.name] for field in fields(EngineConfig) if field.name in options}
+    """The `EngineConfig` fields among a command's arguments (None = the default), checked before anything loads."""
+    chosen = {field.name: options[field.name] for field in fields(EngineConfig) if options.get(field.name) is not None}
     checked(EngineConfig, chosen)
     return chosen

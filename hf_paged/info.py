@@ -1,7 +1,8 @@
 """What a model costs here, before any weight is loaded: its attention layers, KV bytes per token, tokens that fit.
 
 The model is built on the meta device and probed by one forward, so the answer comes from what its layers pass to
-attention and not from reading config fields by family. A checkpoint's bytes are those of its files.
+attention and not from reading config fields by family. A checkpoint's bytes are those of its files. Only the fusion
+pass needs weights, since it compares values; it is run where the engine would run it, or when asked.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_paged.config import KV_FORMATS, EngineConfig
+from hf_paged.fusion import FusionReport, fuse, not_fused
 from hf_paged.kv_cache import KVCache, layer_formats
 from hf_paged.layer_probe import LayerSpec, probe_layers
 from hf_paged.memory import CPU_SHARE
@@ -59,15 +61,17 @@ class ModelInfo:
     memory: str
     kv_bytes: int
     kv_cache: list[KVCost]
-    fused: list[str]
-    not_fused: dict[str, str]
+    fusion: FusionReport
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def model_info(path: str) -> ModelInfo:
+def model_info(path: str, *, fusion: bool | None = None) -> ModelInfo:
     """Describe the model in the folder (or hub repository) `path`.
+
+    Args:
+        fusion: load the weights and run the fusion pass; None = where the engine would, on a GPU.
 
     Raises:
         OSError: there is no such model.
@@ -91,8 +95,7 @@ def model_info(path: str) -> ModelInfo:
         memory=memory,
         kv_bytes=kv_bytes,
         kv_cache=[_kv_cost(specs, name, kv_bytes) for name in KV_FORMATS],
-        fused=[],
-        not_fused={"all layers": "this version has no fusion pass; Transformers' own forward runs"},
+        fusion=_fusion(path, kv_bytes, wanted=fusion),
     )
 
 
@@ -124,6 +127,17 @@ def kv_memory(weight_bytes: int) -> tuple[str, int]:
     available = psutil.virtual_memory().available
     left = int((available - weight_bytes) * CPU_SHARE)
     return f"CPU: {CPU_SHARE:.0%} of {available / 2**30:.1f} GiB available", max(left, 0)
+
+
+def _fusion(path: str, kv_bytes: int, *, wanted: bool | None) -> FusionReport:
+    if wanted is False:
+        return not_fused("not looked at")
+    if wanted is None and not torch.cuda.is_available():
+        return not_fused("on a CPU the fused forms are no faster; --fusion shows what a GPU would get")
+    if kv_bytes == 0:
+        return not_fused("the weights do not fit this machine")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return fuse(build_view(AutoModelForCausalLM.from_pretrained(path, dtype="auto", device_map=device).eval()))
 
 
 def _kv_cost(specs: Sequence[LayerSpec], kv_cache_dtype: str, kv_bytes: int) -> KVCost:

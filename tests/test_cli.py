@@ -238,8 +238,15 @@ def test_info_states_the_bytes_that_each_kv_format_costs(model_path: Path) -> No
     costs = {cost["kv_cache_dtype"]: cost["bytes_per_token"] for cost in info["kv_cache"]}
     assert costs == {name: LAYERS * 2 * KV_HEADS * size for name, size in per_head.items()}
     assert all(cost["tokens_that_fit"] > 0 for cost in info["kv_cache"])
-    assert info["fused"] == []
     assert "Llama" in run("info", model_path).stdout
+
+
+def test_info_says_what_is_fused_or_why_nothing_is(model_path: Path) -> None:
+    assert "no faster" in json.loads(run("info", model_path, "--json").stdout)["fusion"]["off"]
+    report = json.loads(run("info", model_path, "--json", "--fusion").stdout)["fusion"]
+    fused = {component["name"]: component["fused"] for component in report["components"]}
+    assert fused["MLP"] == LAYERS
+    assert f"MLP: {LAYERS} fused" in run("info", model_path, "--fusion").stdout
 
 
 def test_info_counts_parameters_without_loading_weights(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
