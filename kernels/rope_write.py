@@ -43,8 +43,10 @@ def _rotated_rows(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     mask = keep[:, None] & (d < HEAD_DIM)[None, :]
     x = tl.load(x_ptr + at[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    # every head reads weights and angles by itself: one row for all would reach them through shared memory
+    every = tl.zeros_like(at)[:, None]
     if NORM:
-        weight = tl.load(weight_ptr + d, mask=d < HEAD_DIM, other=0.0)[None, :]
+        weight = tl.load(weight_ptr + every + d[None, :], mask=mask, other=0.0)
         scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
         x = weigh(x * scale, weight, OFFSET, CAST_FIRST, DTYPE)
     if ROTARY_DIM > 0:
@@ -61,11 +63,11 @@ def _rotated_rows(
         y_mask = keep[:, None] & turns[None, :]
         y = tl.load(x_ptr + at[:, None] + partner[None, :], mask=y_mask, other=0.0).to(tl.float32)
         if NORM:
-            weight = tl.load(weight_ptr + partner, mask=turns, other=0.0)[None, :]
+            weight = tl.load(weight_ptr + every + partner[None, :], mask=y_mask, other=0.0)
             y = weigh(y * scale, weight, OFFSET, CAST_FIRST, DTYPE)
-        cos = tl.load(cos_ptr + angle, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + angle, mask=turns, other=0.0).to(tl.float32)
-        x = x * cos[None, :] + y * tl.where(first, -sin, sin)[None, :]
+        cos = tl.load(cos_ptr + every + angle[None, :], mask=y_mask, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + every + angle[None, :], mask=y_mask, other=0.0).to(tl.float32)
+        x = x * cos + y * tl.where(first[None, :], -sin, sin)
     return x.to(DTYPE)
 
 
@@ -123,41 +125,41 @@ def _rope_write(
     cos_ptr += token * angle_stride_t
     sin_ptr += token * angle_stride_t
     if tile < Q_TILES:
-        head = tile * Q_ROWS + tl.arange(0, Q_ROWS)
-        keep = head < Q_HEADS
-        at = token * q_stride_t + head.to(tl.int64) * q_stride_h
-        x = _rotated_rows(
-            q_ptr, at, keep, d, q_weight_ptr, cos_ptr, sin_ptr, angle_stride, q_eps,
+        q_head = tile * Q_ROWS + tl.arange(0, Q_ROWS)
+        q_keep = q_head < Q_HEADS
+        q_at = token * q_stride_t + q_head.to(tl.int64) * q_stride_h
+        q = _rotated_rows(
+            q_ptr, q_at, q_keep, d, q_weight_ptr, cos_ptr, sin_ptr, angle_stride, q_eps,
             HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST,
         )  # fmt: skip
-        out = out_ptr + ((token * Q_HEADS + head) * HEAD_DIM)[:, None] + d[None, :]
-        tl.store(out, x, mask=keep[:, None] & (d < HEAD_DIM)[None, :])
+        out = out_ptr + ((token * Q_HEADS + q_head) * HEAD_DIM)[:, None] + d[None, :]
+        tl.store(out, q, mask=q_keep[:, None] & (d < HEAD_DIM)[None, :])
     else:
-        slot = tl.load(slot_ptr + token)
-        if slot >= 0:
-            block = slot // BLOCK_SIZE
-            kv_tile = (tile - Q_TILES) % KV_TILES
-            head = kv_tile * KV_ROWS + tl.arange(0, KV_ROWS)
-            keep = head < KV_HEADS
-            row_in_block = head * BLOCK_SIZE + slot % BLOCK_SIZE
-            if tile < Q_TILES + KV_TILES:
-                at = token * k_stride_t + head.to(tl.int64) * k_stride_h
-                x = _rotated_rows(
-                    k_ptr, at, keep, d, k_weight_ptr, cos_ptr, sin_ptr, angle_stride, k_eps,
-                    HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST,
-                )  # fmt: skip
-                mask = keep[:, None] & (d < HEAD_DIM)[None, :]
-                page_offset = block * k_stride + row_in_block * HEAD_DIM
-                scale_offset = block * k_scale_stride + row_in_block
-                store_tile(x, mask, keep, k_pages_ptr, k_scale_ptr, page_offset, scale_offset, d, K_CODE_MAX)
-            else:
-                c = tl.arange(0, BLOCK_V)
-                at = token * v_stride_t + head.to(tl.int64) * v_stride_h
-                mask = keep[:, None] & (c < V_DIM)[None, :]
-                x = tl.load(v_ptr + at[:, None] + c[None, :], mask=mask, other=0.0)
-                page_offset = block * v_stride + row_in_block * V_DIM
-                scale_offset = block * v_scale_stride + row_in_block
-                store_tile(x, mask, keep, v_pages_ptr, v_scale_ptr, page_offset, scale_offset, c, V_CODE_MAX)
+        head = (tile - Q_TILES) % KV_TILES * KV_ROWS + tl.arange(0, KV_ROWS)
+        keep = head < KV_HEADS
+        # not tested before the rows are loaded: the two latencies would add up
+        slot = tl.load(slot_ptr + token) + tl.zeros_like(head)
+        live = keep & (slot >= 0)
+        block = slot // BLOCK_SIZE
+        row_in_block = head * BLOCK_SIZE + slot % BLOCK_SIZE
+        if tile < Q_TILES + KV_TILES:
+            k_at = token * k_stride_t + head.to(tl.int64) * k_stride_h
+            k = _rotated_rows(
+                k_ptr, k_at, keep, d, k_weight_ptr, cos_ptr, sin_ptr, angle_stride, k_eps,
+                HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST,
+            )  # fmt: skip
+            k_mask = live[:, None] & (d < HEAD_DIM)[None, :]
+            k_page = block * k_stride + row_in_block * HEAD_DIM
+            k_row = block * k_scale_stride + row_in_block
+            store_tile(k, k_mask, live, k_pages_ptr, k_scale_ptr, k_page, k_row, d, K_CODE_MAX)
+        else:
+            c = tl.arange(0, BLOCK_V)
+            inside = (c < V_DIM)[None, :]
+            v_at = token * v_stride_t + head.to(tl.int64) * v_stride_h
+            v = tl.load(v_ptr + v_at[:, None] + c[None, :], mask=keep[:, None] & inside, other=0.0)
+            v_page = block * v_stride + row_in_block * V_DIM
+            v_row = block * v_scale_stride + row_in_block
+            store_tile(v, live[:, None] & inside, live, v_pages_ptr, v_scale_ptr, v_page, v_row, c, V_CODE_MAX)
 
 
 def rope_write(

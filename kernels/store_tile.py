@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def store_tile(
-    x,  # [ROWS, BLOCK_D], zero where `mask` is not set
+    x,  # [ROWS, BLOCK_D], zero beyond HEAD_DIM
     mask,  # [ROWS, BLOCK_D]
     live,  # [ROWS]
     pages_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]

@@ -1,0 +1,78 @@
+"""The fused kernels compile for the GPUs they promise, here, without one: an error would otherwise wait for a user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+SCRIPT = """
+import re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hf_paged.kernels.gated_activation import _gated_activation
+from hf_paged.kernels.rms_norm import _rms_norm
+from hf_paged.kernels.rope_write import _rope_write
+
+arch = int(sys.argv[1])
+
+def build(kernel, pointers, ints, floats, constants, warps, ones=()):
+    names = [p.name for p in kernel.params]
+    values = {**pointers, **dict.fromkeys(ints, "i32"), **dict.fromkeys(floats, "fp32")}
+    signature = {name: values.get(name, "constexpr") for name in names}
+    constants = {**constants, **dict.fromkeys(ones, 1)}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in [*pointers, *ints]}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps}).asm["ptx"]
+
+def widest(ptx, what):
+    return max(int(n or 1) * int(b) for n, b in re.findall(what + r"\\S*?(?:\\.v(\\d))?\\.b(\\d+)", ptx))
+
+for dtype, form in (("bf16", (0.0, True)), ("fp16", (1.0, False))):
+    flags = dict(POST=True, POST_OFFSET=form[0], POST_CAST_FIRST=form[1], ADD=True,
+                 NORM=True, OFFSET=form[0], CAST_FIRST=form[1])
+    rows = dict.fromkeys(["x_ptr", "residual_ptr", "post_ptr", "weight_ptr", "sum_ptr", "out_ptr"], "*" + dtype)
+    constants = dict(N=4096, BLOCK=4096, ROWS=1, **flags)
+    ptx = build(_rms_norm, rows, ["num_rows", "x_stride"], ["post_eps", "eps"], constants, 16)
+    assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
+for kind in ("silu", "gelu", "gelu_tanh"):
+    pointers = dict.fromkeys(["gate_ptr", "up_ptr", "out_ptr"], "*bf16")
+    ptx = build(_gated_activation, pointers, ["gate_stride", "up_stride"], [], dict(N=11008, KIND=kind, BLOCK=1024), 4)
+    assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
+FULL = dict(ROTARY_DIM=128, INTERLEAVED=False)
+for codes, code_max, rope, norm in (
+    ("bf16", 0.0, FULL, False), ("i8", 127.0, FULL, True), ("i8", 127.0, dict(ROTARY_DIM=32, INTERLEAVED=True), False),
+    ("fp8e4nv" if arch >= 89 else "fp16", 448.0 if arch >= 89 else 0.0, dict(ROTARY_DIM=0, INTERLEAVED=False), False),
+):
+    names = ["q_ptr", "k_ptr", "v_ptr", "cos_ptr", "sin_ptr", "q_weight_ptr", "k_weight_ptr", "out_ptr"]
+    scale = "*fp16" if code_max else "*" + codes
+    pointers = {**dict.fromkeys(names, "*bf16"), "k_pages_ptr": "*" + codes, "k_scale_ptr": scale,
+                "v_pages_ptr": "*" + codes, "v_scale_ptr": scale, "slot_ptr": "*i64"}
+    strides = ["q_stride_t", "q_stride_h", "k_stride_t", "k_stride_h", "v_stride_t", "v_stride_h", "angle_stride_t",
+               "k_stride", "k_scale_stride", "v_stride", "v_scale_stride"]
+    shape = dict(Q_HEADS=32, KV_HEADS=8, HEAD_DIM=128, V_DIM=128, BLOCK_D=128, BLOCK_V=128, Q_ROWS=16, KV_ROWS=8,
+                 BLOCK_SIZE=32)
+    constants = dict(**shape, **rope, NORM=norm, OFFSET=0.0, CAST_FIRST=norm, K_CODE_MAX=code_max, V_CODE_MAX=code_max)
+    ptx = build(_rope_write, pointers, strides, ["q_eps", "k_eps"], constants, 4, ones=["angle_stride"])
+    if rope is FULL:
+        assert not re.findall(r"ld\\.global\\S*16 ", ptx), ptx  # 2-byte loads
+        assert ptx.count("bar.sync") <= 2, ptx  # those of the scales: nothing else passes through shared memory
+print("compiled", arch)
+"""
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_compile_and_move_sixteen_bytes_at_a_time(arch: int, tmp_path: Path) -> None:
+    """Vector width hangs on what the compiler can prove of strides and masks; 2-byte loads would take far longer."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(arch)], capture_output=True, text=True, timeout=240,
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
