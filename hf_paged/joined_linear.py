@@ -13,6 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_paged.quant.joined_packed import JoinedPackedLinear
+from hf_paged.quant.joined_packed import obstacle as packed_obstacle
+from hf_paged.quant.linear import PackedLinear
+
 # [..., in_features] -> one tensor per part, [..., features of the part], contiguous in their last dimension
 Projections = Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -55,26 +59,25 @@ class SplitLinear:
 def join(modules: Sequence[nn.Module], shared: set[int]) -> tuple[Projections, str | None]:
     """The projections of `modules`, joined where possible, and the reason where not.
 
-    A class of packed linears takes part by a static method `join(modules) -> Projections | None`.
-
     Args:
         shared: ids of parameters that more than one module uses; those cannot be rows of two weights.
     """
-    joiner = getattr(type(modules[0]), "join", None)
-    if joiner is not None and len({type(module) for module in modules}) == 1:
-        joined: Projections | None = joiner(modules)
-        if joined is not None:
-            return joined, None
-    reason = _obstacle(modules, shared)
+    packed = [module for module in modules if type(module) is PackedLinear]
+    reason = _shared_obstacle(modules, shared) or (packed_obstacle(modules) if packed else _obstacle(modules))
     if reason is not None:
         return SeparateLinears(modules), reason
+    if packed and not packed[0].packed.is_cuda:
+        return SeparateLinears(modules), "packed weights are joined on CUDA only: each keeps a plain copy on a CPU"
+    if packed:
+        return JoinedPackedLinear(packed, join_parameters), None
     return JoinedLinear([module for module in modules if isinstance(module, nn.Linear)]), None
 
 
-def _obstacle(modules: Sequence[nn.Module], shared: set[int]) -> str | None:
+def _shared_obstacle(modules: Sequence[nn.Module], shared: set[int]) -> str | None:
+    """What stands against joining modules of any kind."""
     for module in modules:
-        if type(module) is not nn.Linear:
-            return f"{type(module).__name__} is not a plain nn.Linear"
+        if type(module) not in (nn.Linear, PackedLinear):
+            return f"{type(module).__module__}.{type(module).__name__} is no linear that can be joined"
         if why := wrapped(module):
             return why
         for parameter in module.parameters():
@@ -82,11 +85,16 @@ def _obstacle(modules: Sequence[nn.Module], shared: set[int]) -> str | None:
                 return f"a weight is a {type(parameter.data).__name__} of its own kind"
             if id(parameter) in shared:
                 return "a weight is shared with another module"
-    first = modules[0]
+            if parameter.is_meta:
+                return "weights are on the meta device"
+    return None
+
+
+def _obstacle(modules: Sequence[nn.Module]) -> str | None:
     for name, plural in (("weight", "weights"), ("bias", "biases")):
         if len({_kind(getattr(module, name)) for module in modules}) > 1:
             return f"the {plural} differ in dtype, device or presence"
-    return None if first.weight.device.type != "meta" else "weights are on the meta device"
+    return None
 
 
 def _kind(parameter: nn.Parameter | None) -> tuple[torch.dtype, torch.device, torch.Size] | None:
