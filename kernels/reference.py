@@ -33,7 +33,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     code_max = INT8_MAX if dtype == torch.int8 else FP8_MAX
-    exact = x.abs().amax(-1) / code_max
+    largest = x.abs().amax(-1)
+    exact = largest / torch.full_like(largest, code_max)  # CUDA multiplies by 1 / code_max if that is a Python number
     scale = exact.half()
     rounded_down = scale.float() < exact
     scale = (scale.view(torch.int16) + rounded_down).to(torch.int16).view(torch.float16)  # next fp16 above, scale >= 0

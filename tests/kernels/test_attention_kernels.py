@@ -49,6 +49,8 @@ PREFILLS = {"q_lens": (1, 1, 37, 3, 1, 20), "seq_lens": (5, 9, 37, 50, 33, 75)}
 
 
 def expected(case: Case) -> Tensor:
+    """On the CPU, where the definition was itself compared with fp64 (CUDA's own sdpa is another implementation)."""
+    case = to_device(case, "cpu")
     return reference.paged_attention(case.query, case.layer, case.meta, **case.options)
 
 
@@ -68,6 +70,7 @@ def run_prefill(case: Case, config: PrefillConfig | None = None) -> Tensor:
 
 def check(result: Tensor, want: Tensor, shape: Shape) -> None:
     """Error against the format's step, and scale: a lost factor passes no tolerance by luck."""
+    result, want = result.cpu(), want.cpu()
     torch.testing.assert_close(result.float(), want.float(), rtol=0, atol=tolerance(shape))
     assert result.float().norm() == pytest.approx(want.float().norm(), rel=2**-6)
 
