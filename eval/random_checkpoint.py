@@ -1,9 +1,10 @@
-"""Write a random-weight AWQ or GPTQ checkpoint of any Llama shape, to measure loading, memory and speed without a download.
+"""Write a random-weight AWQ or GPTQ checkpoint of any Llama shape, to measure loading, memory and speed without a
+download.
 
     python -m hf_paged.eval.random_checkpoint OUT --shape llama-2-70b --format gptq --group-size 128
 
-One layer is made at a time (on the GPU if there is one) and written as one shard, so a 70B checkpoint needs the memory of
-one layer. Codes are uniform and scales are such that a layer keeps the size of its input; the text is nonsense.
+One layer is made at a time (on the GPU if there is one) and written as one shard, so a 70B checkpoint needs the memory
+of one layer. Codes are uniform and scales are such that a layer keeps the size of its input; the text is nonsense.
 """
 
 from __future__ import annotations
@@ -77,9 +78,13 @@ def write_checkpoint(out: Path, shape: LlamaShape, form: Format, *, dtype: str =
     for index in range(shards):
         name = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
         tensors = _ends(shape, generator) if index == shape.layers else dict(_layer(index, shape, form, generator))
-        tensors = {key: value.to(getattr(torch, dtype)) if value.is_floating_point() and "scales" not in key else value
-                   for key, value in tensors.items()}  # fmt: skip
-        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, out / name, metadata={"format": "pt"})
+        tensors = {
+            key: value.to(getattr(torch, dtype)) if value.is_floating_point() and "scales" not in key else value
+            for key, value in tensors.items()
+        }
+        save_file(
+            {key: value.cpu().contiguous() for key, value in tensors.items()}, out / name, metadata={"format": "pt"}
+        )
         weight_map.update(dict.fromkeys(tensors, name))
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (out / "config.json").write_text(json.dumps(_config(shape, form, dtype), indent=2))
@@ -88,11 +93,14 @@ def write_checkpoint(out: Path, shape: LlamaShape, form: Format, *, dtype: str =
 def _layer(index: int, shape: LlamaShape, form: Format, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     prefix, kv = f"model.layers.{index}", shape.kv_heads * shape.head_dim
     linears = {
-        "self_attn.q_proj": (shape.hidden, shape.hidden), "self_attn.k_proj": (shape.hidden, kv),
-        "self_attn.v_proj": (shape.hidden, kv), "self_attn.o_proj": (shape.hidden, shape.hidden),
-        "mlp.gate_proj": (shape.hidden, shape.intermediate), "mlp.up_proj": (shape.hidden, shape.intermediate),
+        "self_attn.q_proj": (shape.hidden, shape.hidden),
+        "self_attn.k_proj": (shape.hidden, kv),
+        "self_attn.v_proj": (shape.hidden, kv),
+        "self_attn.o_proj": (shape.hidden, shape.hidden),
+        "mlp.gate_proj": (shape.hidden, shape.intermediate),
+        "mlp.up_proj": (shape.hidden, shape.intermediate),
         "mlp.down_proj": (shape.intermediate, shape.hidden),
-    }  # fmt: skip
+    }
     for name, (k, n) in linears.items():
         for suffix, tensor in random_linear(k, n, form, generator).items():
             yield f"{prefix}.{name}.{suffix}", tensor
@@ -117,12 +125,19 @@ def random_linear(k: int, n: int, form: Format, generator: torch.Generator) -> d
     if form.act_order:
         order = torch.randperm(k, generator=generator, device=device)
         g_idx = (torch.arange(k, device=device, dtype=torch.int32) // group_size)[order]
-    weight = QuantizedWeight(codes=codes, scales=scales, zeros=zeros, g_idx=g_idx, bits=form.bits, group_size=group_size)
+    weight = QuantizedWeight(
+        codes=codes, scales=scales, zeros=zeros, g_idx=g_idx, bits=form.bits, group_size=group_size
+    )
     suffixes = ("qweight", "qzeros", "scales") + (("g_idx",) if form.method == "gptq" else ())
     layout = Layout(
-        kind="gptq" if form.method == "gptq" else "awq_gemm", in_features=k, out_features=n, bits=form.bits,
-        group_size=group_size, zero_offset=1, tensors=dict.fromkeys(suffixes, TensorSpec(dtype="I32", shape=())),
-    )  # fmt: skip
+        kind="gptq" if form.method == "gptq" else "awq_gemm",
+        in_features=k,
+        out_features=n,
+        bits=form.bits,
+        group_size=group_size,
+        zero_offset=1,
+        tensors=dict.fromkeys(suffixes, TensorSpec(dtype="I32", shape=())),
+    )
     return write(layout, weight)
 
 
@@ -130,7 +145,11 @@ def _ends(shape: LlamaShape, generator: torch.Generator) -> dict[str, Tensor]:
     def table() -> Tensor:
         return torch.randn((shape.vocab, shape.hidden), generator=generator, device=generator.device) * 0.02
 
-    return {"model.embed_tokens.weight": table(), "lm_head.weight": table(), "model.norm.weight": torch.ones(shape.hidden)}
+    return {
+        "model.embed_tokens.weight": table(),
+        "lm_head.weight": table(),
+        "model.norm.weight": torch.ones(shape.hidden),
+    }
 
 
 def _config(shape: LlamaShape, form: Format, dtype: str) -> dict[str, object]:
@@ -140,12 +159,22 @@ def _config(shape: LlamaShape, form: Format, dtype: str) -> dict[str, object]:
     else:
         quantization |= {"sym": form.symmetric, "desc_act": form.act_order, "checkpoint_format": "gptq"}
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": dtype, "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab, "max_position_embeddings": shape.max_positions,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": dtype,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.max_positions,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
         "quantization_config": quantization,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -162,8 +191,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     shape = SHAPES[args.shape] if args.layers is None else replace(SHAPES[args.shape], layers=args.layers)
-    form = Format(method=args.format, bits=args.bits, group_size=args.group_size, symmetric=not args.asymmetric,
-                  act_order=args.act_order)  # fmt: skip
+    form = Format(
+        method=args.format,
+        bits=args.bits,
+        group_size=args.group_size,
+        symmetric=not args.asymmetric,
+        act_order=args.act_order,
+    )
     write_checkpoint(args.out, shape, form, dtype=args.dtype, seed=args.seed)
 
 

@@ -1,9 +1,10 @@
-"""y = x W^T + b with e4m3 weights: the meaning, the activation quantizer, and torch's scaled matmul on GPUs that have it.
+"""y = x W^T + b with e4m3 weights: the meaning, the activation quantizer, and torch's scaled matmul on GPUs that have
+it.
 
-Weights carry one scale per tensor, per output row, or per 128x128 block; activations are quantized with a scale from the
-file (static), per row (dynamic), or not at all. On CUDA from compute capability 8.9, per-tensor and per-row weights go to
-`torch._scaled_mm`; block scales, older GPUs and odd shapes multiply dequantized weights in the activation's dtype, which
-is never less accurate. On CPU the definition runs.
+Weights carry one scale per tensor, per output row, or per 128x128 block; activations are quantized with a scale from
+the file (static), per row (dynamic), or not at all. On CUDA from compute capability 8.9, per-tensor and per-row
+weights go to `torch._scaled_mm`; block scales, older GPUs and odd shapes multiply dequantized weights in the
+activation's dtype, which is never less accurate. On CPU the definition runs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def dequantize_fp8(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """`[M, K]` -> e4m3 codes `[M, K]` and fp32 scales `[M, ceil(K / group)]`, absmax / 448; a zero group gets scale 1."""
+    """`[M, K]` -> e4m3 codes `[M, K]` and fp32 scales `[M, ceil(K / group)]`, absmax / 448; a zero group gets scale
+    1.
+    """
     m, k = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -k % group)).view(m, -1, group)
     scale = padded.abs().amax(dim=-1) / FP8_MAX

@@ -1,4 +1,6 @@
-"""Per-row e4m3 quantization of activations: one program per row, absolute maximum, then codes. Meaning: `quantize_rows`."""
+"""Per-row e4m3 quantization of activations: one program per row, absolute maximum, then codes. Meaning:
+`quantize_rows`.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
 """y = x W^T + b from a packed weight: which path computes it.
 
-On CUDA up to `MAX_FUSED_ROWS` rows read the packed words once (`w4a16`); beyond that, and for fp32 activations or groups the
-kernel cannot cut, the weight is dequantized and cuBLAS multiplies. Off CUDA the definition runs. `packed_linear` is also a
-registered operator, so `torch.compile` sees one opaque node and CUDA graphs capture its launches; no path synchronises.
+On CUDA up to `MAX_FUSED_ROWS` rows read the packed words once (`w4a16`); beyond that, and for fp32 activations or
+groups the kernel cannot cut, the weight is dequantized and cuBLAS multiplies. Off CUDA the definition runs.
+`packed_linear` is also a registered operator, so `torch.compile` sees one opaque node and CUDA graphs capture its
+launches; no path synchronises.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ MAX_FUSED_ROWS = 256  # above, cuBLAS on dequantized weights is faster; see docs
 
 
 def fits_kernel(bits: int, group_size: int, in_features: int) -> bool:
-    """Whether the fused kernel can cut groups of this size: whole rows, or 32-channel slices that align with its tiles."""
+    """Whether the fused kernel can cut groups of this size: whole rows, or 32-channel slices that align with its
+    tiles.
+    """
     step = tile_k(bits)
     return group_size >= in_features or group_size % step == 0 or (step % group_size == 0 and group_size % SLICE == 0)
 
@@ -27,9 +31,19 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: T
     """`[M, K]` -> `[M, N]` in the dtype of `x`. `locks`: int32 zeros of `lock_count(N)` elements, left zero."""
     if torch.compiler.is_compiling():
         return torch.ops.hf_paged.packed_linear(
-            x, weight.packed, weight.scales, weight.zeros, weight.perm, bias, locks, weight.field_bits, weight.code_bits,
-            weight.group_size, weight.in_features, weight.out_features,
-        )  # fmt: skip
+            x,
+            weight.packed,
+            weight.scales,
+            weight.zeros,
+            weight.perm,
+            bias,
+            locks,
+            weight.field_bits,
+            weight.code_bits,
+            weight.group_size,
+            weight.in_features,
+            weight.out_features,
+        )
     return _packed_linear(x, weight, bias, locks)
 
 
@@ -59,7 +73,9 @@ def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: 
 
 
 def expert_rows_linear(x: Tensor, weight: PackedWeight, expert_ids: Tensor, top_k: int) -> Tensor | None:
-    """`[rows / top_k, K]` -> `[rows, N]`, row r through expert `expert_ids[r]` in one launch; None where no kernel fits."""
+    """`[rows / top_k, K]` -> `[rows, N]`, row r through expert `expert_ids[r]` in one launch; None where no kernel
+    fits.
+    """
     fits = fits_kernel(weight.field_bits, weight.group_size, weight.in_features)
     if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16) or not fits:
         return None
@@ -75,21 +91,36 @@ def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@torch.library.custom_op("hf_paged::packed_linear", mutates_args=())
+_LIBRARY = torch.library.Library("hf_paged", "FRAGMENT")  # not custom_op: that would import the compiler with us
+_LIBRARY.define(
+    "packed_linear(Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor? perm, Tensor? bias, Tensor locks, "
+    "int field_bits, int code_bits, int group_size, int in_features, int out_features) -> Tensor"
+)
+
+
 def _packed_linear_op(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, perm: Tensor | None, bias: Tensor | None, locks: Tensor,
-    field_bits: int, code_bits: int, group_size: int, in_features: int, out_features: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    perm: Tensor | None,
+    bias: Tensor | None,
+    locks: Tensor,
+    *sizes: int,
+) -> Tensor:
     weight = PackedWeight(
-        packed=packed, scales=scales, zeros=zeros, perm=perm, field_bits=field_bits, code_bits=code_bits,
-        group_size=group_size, in_features=in_features, out_features=out_features,
-    )  # fmt: skip
+        packed=packed,
+        scales=scales,
+        zeros=zeros,
+        perm=perm,
+        **dict(zip(("field_bits", "code_bits", "group_size", "in_features", "out_features"), sizes)),
+    )
     return _packed_linear(x, weight, bias, locks)
 
 
-@_packed_linear_op.register_fake
-def _(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, perm: Tensor | None, bias: Tensor | None, locks: Tensor,
-    field_bits: int, code_bits: int, group_size: int, in_features: int, out_features: int,
-) -> Tensor:  # fmt: skip
-    return x.new_empty((x.shape[0], out_features))
+def _packed_linear_fake(x: Tensor, *others: Any) -> Tensor:
+    return x.new_empty((x.shape[0], others[-1]))
+
+
+_LIBRARY.impl("packed_linear", _packed_linear_op, "CompositeExplicitAutograd")
+torch.library.register_fake("hf_paged::packed_linear", _packed_linear_fake, lib=_LIBRARY)

@@ -1,8 +1,9 @@
 """The one packed weight all kernels read: its tiles, and what it means in plain torch.
 
 Codes (2, 4 or 8 bits; 3-bit codes live in 4-bit fields) are cut into tiles of 64 output rows by `512 / bits` input
-channels. A tile is 64 rows of 16 int32 words, 4 KiB in one piece, so a warp's 16-byte loads are contiguous however large
-K is. Inside a word, bits `[bits * j, bits * (j + 1))` of its low and its high half hold two neighbouring channels of slice j:
+channels. A tile is 64 rows of 16 int32 words, 4 KiB in one piece, so a warp's 16-byte loads are contiguous however
+large K is. Inside a word, bits `[bits * j, bits * (j + 1))` of its low and its high half hold two neighbouring
+channels of slice j:
 
     channel in tile = 32 * j + 2 * word + half
 
@@ -31,7 +32,8 @@ def tile_k(bits: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWeight:
-    """y = x[:, perm] @ ((codes - zeros) * scales).T. A `zeros` of None is `2 ** (code_bits - 1)`, a `perm` of None the identity.
+    """y = x[:, perm] @ ((codes - zeros) * scales).T. A `zeros` of None is `2 ** (code_bits - 1)`, a `perm` of None the
+    identity.
 
     With experts every tensor has one more leading dimension.
     """

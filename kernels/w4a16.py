@@ -1,9 +1,9 @@
 """Weight-only GEMM for few rows: packed 2-, 4- and 8-bit weights times fp16 or bf16 activations, read once.
 
 The weights are the left operand, so their registers feed the matrix instruction directly and only the small activation
-tile goes through shared memory. Codes become floats by an and-or with a magic exponent and one exact subtraction; group
-scales multiply fp32 partial sums (`SCALE_WEIGHTS` off) or, for many rows, the weights. K is split over programs; the last
-one to finish adds the partial sums in a fixed order, so a result does not depend on timing. Meaning:
+tile goes through shared memory. Codes become floats by an and-or with a magic exponent and one exact subtraction;
+group scales multiply fp32 partial sums (`SCALE_WEIGHTS` off) or, for many rows, the weights. K is split over programs;
+the last one to finish adds the partial sums in a fixed order, so a result does not depend on timing. Meaning:
 `packed_weight.packed_linear_reference`.
 """
 
@@ -26,8 +26,8 @@ def _weights(
     if BITS == 8 and dtype == tl.bfloat16:  # bf16 holds 8 bits: centre in fp32, then the difference is exact
         low = (words >> (8 * j)) & 0xFF
         high = (words >> (8 * j + 16)) & 0xFF
-        value = tl.join(low, high).reshape(BLOCK_N, 32) | 0x4B000000
-        return (value.to(tl.float32, bitcast=True) - zero).to(tl.bfloat16)
+        wide = tl.join(low, high).reshape(BLOCK_N, 32) | 0x4B000000
+        value = (wide.to(tl.float32, bitcast=True) - zero).to(tl.bfloat16)
     else:
         MASK: tl.constexpr = ((1 << BITS) - 1) * 0x00010001
         MAGIC: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
@@ -37,19 +37,25 @@ def _weights(
             MINUS_ONE: tl.constexpr = 0xBF80BF80 if dtype == tl.bfloat16 else 0xBC00BC00
             pair = tl.inline_asm_elementwise(
                 "{ .reg .b32 t; lop3.b32 t, $1, $2, $3, 0xEA; fma.rn." + HALVES + " $0, $4, $5, t; }",
-                "=r,r,n,r,r,r", [field, MASK, MAGIC, zero, MINUS_ONE], dtype=tl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
-            low, high = (pair & 0xFFFF).to(tl.int16), (pair >> 16).to(tl.int16)
-            return tl.join(low, high).reshape(BLOCK_N, 32).to(dtype, bitcast=True)
+                "=r,r,n,r,r,r",
+                [field, MASK, MAGIC, zero, MINUS_ONE],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
         else:
             pair = (field & MASK) | MAGIC
-            low, high = (pair & 0xFFFF).to(tl.int16), (pair >> 16).to(tl.int16)
-            value = tl.join(low, high).reshape(BLOCK_N, 32).to(dtype, bitcast=True)
-            return value - (zero & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+        low, high = (pair & 0xFFFF).to(tl.int16), (pair >> 16).to(tl.int16)
+        value = tl.join(low, high).reshape(BLOCK_N, 32).to(dtype, bitcast=True)
+        if not PTX:
+            value -= (zero & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+    return value
 
 
 @triton.jit
-def _zero(zeros, offset, in_range, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+def _zero(
+    zeros, offset, in_range, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr
+):
     """The zero point with the magic exponent of `_weights`, in both halves of a word (in fp32 for 8 bits in bf16).
 
     [BLOCK_N, 1], or [1, 1] when it is constant.
@@ -80,11 +86,25 @@ def w4a16_kernel(
     out,  # [M or rows, N], dtype of x
     partial,  # [SPLIT_K, M, N] fp32, with SPLIT_K > 1
     locks,  # [tiles] int32, zero before and after, with SPLIT_K > 1
-    M, N, K, num_tiles, groups,
-    BITS: tl.constexpr, MIDDLE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_PERM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_N: tl.constexpr,
-    SCALE_WEIGHTS: tl.constexpr, PTX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    M,
+    N,
+    K,
+    num_tiles,
+    groups,
+    BITS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_PERM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    SCALE_WEIGHTS: tl.constexpr,
+    PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     TILE_K: tl.constexpr = 512 // BITS
     INNER: tl.constexpr = min(GROUP, TILE_K) if GROUP > 0 else TILE_K
     dtype: tl.constexpr = x.dtype.element_ty
@@ -170,7 +190,9 @@ def w4a16(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, t
 
 
 def w4a16_experts(x: Tensor, weight: PackedWeight, expert_ids: Tensor, top_k: int, tiles: Tiles) -> Tensor:
-    """`[rows / top_k, K]` through one expert per row -> `[rows, N]`: row r is token r // top_k with expert `expert_ids[r]`."""
+    """`[rows / top_k, K]` through one expert per row -> `[rows, N]`: row r is token r // top_k with expert
+    `expert_ids[r]`.
+    """
     rows, n = expert_ids.numel(), weight.out_features
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(n, tiles.block_n), 1, rows)
@@ -179,19 +201,51 @@ def w4a16_experts(x: Tensor, weight: PackedWeight, expert_ids: Tensor, top_k: in
 
 
 def _launch(
-    grid: tuple[int, int, int], x: Tensor, weight: PackedWeight, bias: Tensor | None, expert_ids: Tensor, out: Tensor,
-    partial: Tensor, locks: Tensor, m: int, top_k: int, tiles: Tiles,
-) -> None:  # fmt: skip
+    grid: tuple[int, int, int],
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    expert_ids: Tensor,
+    out: Tensor,
+    partial: Tensor,
+    locks: Tensor,
+    m: int,
+    top_k: int,
+    tiles: Tiles,
+) -> None:
     n, k = weight.out_features, weight.in_features
     step = 512 // weight.field_bits
     whole = weight.group_size >= k
     assert whole or weight.group_size % step == 0 or step % weight.group_size == 0, weight.group_size
     w4a16_kernel[grid](
-        x, weight.packed, weight.scales, weight.scales if weight.zeros is None else weight.zeros,
-        x if weight.perm is None else weight.perm, x if bias is None else bias, expert_ids, out, partial, locks,
-        m, n, k, weight.packed.shape[-3], weight.scales.shape[-2],
-        BITS=weight.field_bits, MIDDLE=weight.middle, GROUP=0 if whole else weight.group_size,
-        HAS_ZEROS=weight.zeros is not None, HAS_PERM=weight.perm is not None, HAS_BIAS=bias is not None, TOP_K=top_k,
-        SPLIT_K=1 if top_k else tiles.split_k, EVEN_N=n % tiles.block_n == 0, SCALE_WEIGHTS=tiles.scale_weights,
-        PTX=x.is_cuda and torch.version.hip is None, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
+        x,
+        weight.packed,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        x if weight.perm is None else weight.perm,
+        x if bias is None else bias,
+        expert_ids,
+        out,
+        partial,
+        locks,
+        m,
+        n,
+        k,
+        weight.packed.shape[-3],
+        weight.scales.shape[-2],
+        BITS=weight.field_bits,
+        MIDDLE=weight.middle,
+        GROUP=0 if whole else weight.group_size,
+        HAS_ZEROS=weight.zeros is not None,
+        HAS_PERM=weight.perm is not None,
+        HAS_BIAS=bias is not None,
+        TOP_K=top_k,
+        SPLIT_K=1 if top_k else tiles.split_k,
+        EVEN_N=n % tiles.block_n == 0,
+        SCALE_WEIGHTS=tiles.scale_weights,
+        PTX=x.is_cuda and torch.version.hip is None,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )

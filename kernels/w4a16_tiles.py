@@ -1,7 +1,8 @@
 """Launch shapes of the packed-weight kernel, by rows and weight shape.
 
-Few rows are bound by memory: enough programs must be in flight to cover its latency, so K is split until about four programs
-per multiprocessor exist. Many rows are bound by the matrix unit: larger blocks, weights scaled once, no split.
+Few rows are bound by memory: enough programs must be in flight to cover its latency, so K is split until about four
+programs per multiprocessor exist. Many rows are bound by the matrix unit: larger blocks, weights scaled once, no
+split.
 """
 
 from __future__ import annotations
@@ -27,14 +28,22 @@ def choose_tiles(m: int, n: int, num_tiles: int, multiprocessors: int) -> Tiles:
         block_m = 8 if m <= 8 else 16 if m <= 16 else 32
         block_n = 128 if n >= 128 * multiprocessors // 4 else 64
         return Tiles(
-            block_m=block_m, block_n=block_n, split_k=_split(m, block_m, n, block_n, num_tiles, 4 * multiprocessors),
-            scale_weights=False, num_warps=4, num_stages=5,
-        )  # fmt: skip
+            block_m=block_m,
+            block_n=block_n,
+            split_k=_split(m, block_m, n, block_n, num_tiles, 4 * multiprocessors),
+            scale_weights=False,
+            num_warps=4,
+            num_stages=5,
+        )
     block_m = 64 if m <= 64 else 128
     return Tiles(
-        block_m=block_m, block_n=128, split_k=_split(m, block_m, n, 128, num_tiles, multiprocessors),
-        scale_weights=True, num_warps=4 if block_m == 64 else 8, num_stages=4,
-    )  # fmt: skip
+        block_m=block_m,
+        block_n=128,
+        split_k=_split(m, block_m, n, 128, num_tiles, multiprocessors),
+        scale_weights=True,
+        num_warps=4 if block_m == 64 else 8,
+        num_stages=4,
+    )
 
 
 def _split(m: int, block_m: int, n: int, block_n: int, num_tiles: int, programs: int) -> int:

@@ -20,9 +20,14 @@ def dequantize_kernel(
     scales,  # [groups, N]
     zeros,  # [groups, N] uint8, with HAS_ZEROS
     out,  # [N, K]
-    N, K, num_tiles, group_size,
-    BITS: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr,
-):  # fmt: skip
+    N,
+    K,
+    num_tiles,
+    group_size,
+    BITS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+):
     tile, row = tl.program_id(0), tl.program_id(1)
     n = row * 64 + tl.arange(0, 64)
     in_n = n < N
@@ -54,7 +59,16 @@ def dequantize_launch(weight: PackedWeight, out: Tensor) -> None:
     """Run the kernel into `out` `[N, K]` (any float dtype)."""
     rows, tiles = weight.packed.shape[:2]
     dequantize_kernel[(tiles, rows)](
-        weight.packed, weight.scales, weight.scales if weight.zeros is None else weight.zeros, out,
-        weight.out_features, weight.in_features, tiles, weight.group_size,
-        BITS=weight.field_bits, MIDDLE=weight.middle, HAS_ZEROS=weight.zeros is not None, num_warps=4,
-    )  # fmt: skip
+        weight.packed,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        out,
+        weight.out_features,
+        weight.in_features,
+        tiles,
+        weight.group_size,
+        BITS=weight.field_bits,
+        MIDDLE=weight.middle,
+        HAS_ZEROS=weight.zeros is not None,
+        num_warps=4,
+    )

@@ -56,9 +56,11 @@ def _check_layer(name: str, module: PackedLinear | Fp8Linear, dtype: torch.dtype
         expected = reference(module, x).float()
         error = float((module(x).float() - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
         if not error <= _TOLERANCE[dtype]:
-            raise RuntimeError(f"{name} ({module.extra_repr()}): the kernel differs from its definition by {error:.2e} of the "
-                               f"largest output ({dtype}, {rows} rows, allowed {_TOLERANCE[dtype]:.0e}). Please report this; "
-                               "self_check=False in the quantization_config skips the check")  # fmt: skip
+            raise RuntimeError(
+                f"{name} ({module.extra_repr()}): the kernel differs from its definition by {error:.2e} of the "
+                f"largest output ({dtype}, {rows} rows, allowed {_TOLERANCE[dtype]:.0e}). Please report this; "
+                "self_check=False in the quantization_config skips the check"
+            )
 
 
 def reference(module: PackedLinear | Fp8Linear, x: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """The `quantization_config` of a checkpoint, read tolerantly and kept verbatim.
 
-Real files carry keys of many tools and years (`version: "GEMM"`, `do_fuse`, `exllama_config`, `modules_in_block_to_quantize`,
-`dynamic`, `extra_config`). Nothing here needs a quantization package, nothing unknown is an error, and what is saved is what
-was read. The classes carry Transformers' names because `from_pretrained(quantization_config=...)` compares them by name;
-only the options below mean something when passed there:
+Real files carry keys of many tools and years (`version: "GEMM"`, `do_fuse`, `exllama_config`,
+`modules_in_block_to_quantize`, `dynamic`, `extra_config`). Nothing here needs a quantization package, nothing unknown
+is an error, and what is saved is what was read. The classes carry Transformers' names because
+`from_pretrained(quantization_config=...)` compares them by name; only the options below mean something when passed
+there:
 
     allow_bin    read .bin (pickle) weight files
     self_check   compare the kernels with their definition on one layer per shape, at load
@@ -18,14 +19,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from transformers.utils.quantization_config import QuantizationMethod
+from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
 from hf_paged.quant.layout import Label
 
 _OPTIONS = {"allow_bin": False, "self_check": True, "cpu_cache": True}
 
 
-class CheckpointConfig:
+class CheckpointConfig(QuantizationConfigMixin):
     """Behaviour shared by the four classes below: fields verbatim, options as attributes."""
 
     quant_method: QuantizationMethod
@@ -61,9 +62,11 @@ class CheckpointConfig:
         """What this config promises for the linear `module` (its name in the file)."""
         fields = {**self.fields, **_override(self.fields, module)}
         return Label(
-            bits=_integer(fields, "bits", "w_bit"), group_size=_integer(fields, "group_size", "q_group_size"),
-            method=self.quant_method.value, zero_offset=0 if self._format(fields) == "gptq_v2" else 1,
-        )  # fmt: skip
+            bits=_integer(fields, "bits", "w_bit"),
+            group_size=_integer(fields, "group_size", "q_group_size"),
+            method=self.quant_method.value,
+            zero_offset=0 if self._format(fields) == "gptq_v2" else 1,
+        )
 
     def quantizes_activations(self, module: str) -> bool:
         """Whether an FP8 linear quantizes its activations too (with `input_scale` in the file it always does)."""
@@ -102,7 +105,9 @@ class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsCo
             weights = group.get("weights") or {}
             if weights.get("type") == "int" and _targets(group.get("targets") or ["Linear"], module):
                 return Label(
-                    bits=weights.get("num_bits"), group_size=weights.get("group_size") or -1, method=self.quant_method.value
+                    bits=weights.get("num_bits"),
+                    group_size=weights.get("group_size") or -1,
+                    method=self.quant_method.value,
                 )
         return Label(method=self.quant_method.value)
 

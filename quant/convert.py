@@ -1,8 +1,8 @@
 """The conversion that Transformers runs on each quantized module while it streams a checkpoint in.
 
-All tensors of one module (or of one projection of all experts) arrive together, already on their device, are turned into
-the packed parameters and freed: the peak is the packed model plus one module. Errors are collected rather than raised,
-because Transformers would bury them in its report; the loader raises them with the tensor's name.
+All tensors of one module (or of one projection of all experts) arrive together, already on their device, are turned
+into the packed parameters and freed: the peak is the packed model plus one module. Errors are collected rather than
+raised, because Transformers would bury them in its report; the loader raises them with the tensor's name.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class Repack(ConversionOps):
         return self  # Transformers copies the converter per module; the list of problems is one
 
     def convert(
-        self, input_dict: dict[str, Any], *, full_layer_name: str, model: nn.Module, missing_keys: set[str], **_: Any
-    ) -> dict[str, Tensor]:
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
         """`{source pattern: tensors}` -> `{parameter name: tensor}` of the module that owns `full_layer_name`."""
-        name = full_layer_name.rpartition(".")[0]
+        model, missing_keys = kwargs["model"], kwargs["missing_keys"]
+        name = kwargs["full_layer_name"].rpartition(".")[0]
         module = model.get_submodule(name)
         tensors = {pattern.removesuffix("$").rpartition(".")[2]: values for pattern, values in input_dict.items()}
         parameters = self._parameters(name, module, tensors)
@@ -64,7 +65,9 @@ class Repack(ConversionOps):
 class Keep(ConversionOps):
     """Leaves tensors as they are."""
 
-    def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
         return input_dict
 
 

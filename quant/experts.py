@@ -71,9 +71,14 @@ class PackedStack(nn.Module):
         return PackedWeight(
             packed=self.packed if expert is None else self.packed[expert],
             scales=self.scales if expert is None else self.scales[expert],
-            zeros=part(self.zeros), perm=part(self.perm), field_bits=field_bits(layout.bits), code_bits=layout.bits,
-            group_size=layout.group_size, in_features=layout.in_features, out_features=layout.out_features,
-        )  # fmt: skip
+            zeros=part(self.zeros),
+            perm=part(self.perm),
+            field_bits=field_bits(layout.bits),
+            code_bits=layout.bits,
+            group_size=layout.group_size,
+            in_features=layout.in_features,
+            out_features=layout.out_features,
+        )
 
     def one(self, x: Tensor, expert: int) -> Tensor:
         """`[rows, K]` through one expert."""
@@ -87,6 +92,7 @@ class PackedStack(nn.Module):
 class Fp8Stack(nn.Module):
     """One projection of all experts in FP8."""
 
+    weight: Tensor
     input_scale: Tensor | None
 
     def __init__(self, layout: Fp8Layout, experts: int) -> None:
@@ -126,7 +132,8 @@ class PackedExperts(nn.Module):
             self.add_module(name, stacks[name])
         self.num_experts = stacks[self.gate_name].experts
         self.act_fn = original.act_fn
-        self.apply_gate: Callable[[nn.Module, Tensor], Tensor] = type(original)._apply_gate
+        gate: Callable[[nn.Module, Tensor], Tensor] = vars(type(original))["_apply_gate"]
+        self.apply_gate = gate
         for name, value in vars(original).items():  # what a family's own gate reads: limit, alpha, ...
             if not name.startswith("_") and isinstance(value, (int, float, str)) and not hasattr(self, name):
                 setattr(self, name, value)
@@ -140,18 +147,30 @@ class PackedExperts(nn.Module):
         out = self._by_row(flat, top_k_index, weights) if capturing or top_k_index.numel() <= _MAX_EXPERT_ROWS else None
         if out is None:
             if capturing:
-                raise ValueError("these experts cannot run in a CUDA graph: their projections have no one-launch path; "
-                                 "use cuda_graphs=False")  # fmt: skip
+                raise ValueError(
+                    "these experts cannot run in a CUDA graph: their projections have no one-launch path; "
+                    "use cuda_graphs=False"
+                )
             out = self._by_expert(flat, top_k_index, weights)
         return out.view(shape)
 
+    def _stacks(self) -> list[PackedStack | Fp8Stack]:
+        """Gate, up and down."""
+        found = []
+        for name in (self.gate_name, self.up_name, self.down_name):
+            stack = self.get_submodule(name)
+            assert isinstance(stack, (PackedStack, Fp8Stack)), name
+            found.append(stack)
+        return found
+
     def _by_row(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
-        gate, up, down = (self.get_submodule(name) for name in (self.gate_name, self.up_name, self.down_name))
+        gate, up, down = self._stacks()
         expert_ids, top_k = index.reshape(-1), index.shape[1]
-        gated = gate.rows(x, expert_ids, top_k)
-        if gated is None:
+        halves = [stack.rows(x, expert_ids, top_k) for stack in (gate, up)]
+        present = [half for half in halves if half is not None]
+        if len(present) < 2:
             return None
-        hidden = self.apply_gate(self, torch.cat([gated, up.rows(x, expert_ids, top_k)], dim=-1))
+        hidden = self.apply_gate(self, torch.cat(present, dim=-1))
         rows = down.rows(hidden, expert_ids, 1)
         if rows is None:
             return None
@@ -159,7 +178,7 @@ class PackedExperts(nn.Module):
         return mixed.sum(dim=1).to(x.dtype)
 
     def _by_expert(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        gate, up, down = (self.get_submodule(name) for name in (self.gate_name, self.up_name, self.down_name))
+        gate, up, down = self._stacks()
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in torch.unique(index).tolist():
             if expert >= self.num_experts:  # expert parallelism marks tokens of other ranks so

@@ -1,8 +1,8 @@
 """Reading and writing the packed tensors of a file, once their layout is known.
 
-`read` turns a module's tensors into the integers they mean, `write` is its inverse and reproduces the file's words. What
-only the values can tell is decided here: GPTQ zero points written as zero - 1 or as they are, a `g_idx` that is the natural
-order, NaN or infinite scales, groups out of range.
+`read` turns a module's tensors into the integers they mean, `write` is its inverse and reproduces the file's words.
+What only the values can tell is decided here: GPTQ zero points written as zero - 1 or as they are, a `g_idx` that is
+the natural order, NaN or infinite scales, groups out of range.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ def write(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
 def _check_scales(name: str, scales: Tensor) -> None:
     bad = int((~torch.isfinite(scales)).sum())
     if bad:
-        raise ValueError(f"tensor {name}: expected finite scales, found {bad} NaN or infinite of {scales.numel()}; the file "
-                         "is damaged or was quantized with overflowing weights")  # fmt: skip
+        raise ValueError(
+            f"tensor {name}: expected finite scales, found {bad} NaN or infinite of {scales.numel()}; the file "
+            "is damaged or was quantized with overflowing weights"
+        )
 
 
 def _check_g_idx(name: str, g_idx: Tensor, layout: Layout) -> Tensor | None:
@@ -57,7 +59,9 @@ def _check_g_idx(name: str, g_idx: Tensor, layout: Layout) -> Tensor | None:
     expected = torch.bincount(natural, minlength=layout.groups)
     if not torch.equal(counts, expected):  # every writer fills its groups; only the last may be short
         worst = int((counts != expected).int().argmax())
-        raise ValueError(f"tensor {name}: expected {int(expected[worst])} channels in group {worst}, found {int(counts[worst])}")
+        raise ValueError(
+            f"tensor {name}: expected {int(expected[worst])} channels in group {worst}, found {int(counts[worst])}"
+        )
     return g_idx.to(torch.int32)
 
 
@@ -94,11 +98,19 @@ def _read_gptq(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_ze
     zeros = None
     if "qzeros" in tensors:
         stored = packing.unpack_words(tensors["qzeros"], layout.bits, layout.out_features)
-        group = torch.arange(layout.in_features, device=codes.device) // layout.group_size if g_idx is None else g_idx.long()
+        group = (
+            torch.arange(layout.in_features, device=codes.device) // layout.group_size
+            if g_idx is None
+            else g_idx.long()
+        )
         offset = stored_zero_offset(stored, codes, group, layout.bits, layout.zero_offset)
         if offset != layout.zero_offset:
-            logger.warning("%s: the label says GPTQ %s zero points, the data holds %s; the data is followed",
-                           name, _version(layout.zero_offset), _version(offset))  # fmt: skip
+            logger.warning(
+                "%s: the label says GPTQ %s zero points, the data holds %s; the data is followed",
+                name,
+                _version(layout.zero_offset),
+                _version(offset),
+            )
         if not mask_zeros:
             zeros = stored.to(torch.int16) + offset
         else:
@@ -158,7 +170,9 @@ def _read_interleaved(name: str, layout: Layout, tensors: Mapping[str, Tensor], 
     zeros = torch.round(torch.where(scales == 0, 0.0, -scaled / scales.float()))
     low, high = float(zeros.min()), float(zeros.max())
     if not (low >= 0 and high <= 15):
-        raise ValueError(f"tensor {name}.{suffix}: expected minus scale times a zero in [0, 15], found zeros in [{low}, {high}]")
+        raise ValueError(
+            f"tensor {name}.{suffix}: expected minus scale times a zero in [0, 15], found zeros in [{low}, {high}]"
+        )
     return _weight(layout, codes, scales, _none_if_symmetric(zeros.to(torch.uint8), 4), None)
 
 
@@ -166,15 +180,20 @@ def _write_interleaved(layout: Layout, weight: QuantizedWeight) -> dict[str, Ten
     pad = (0, 0, 0, gemv_width(layout.in_features, layout.group_size) * 8 - layout.groups)
     scaled = (-weight.scales.float() * _zeros(weight).float()).to(weight.scales.dtype)
     suffix = "scaled_zeros" if layout.kind == "llm_awq" else "qzeros"
-    return {"qweight": packing.pack_interleaved(weight.codes), "scales": torch.nn.functional.pad(weight.scales, pad),
-            suffix: torch.nn.functional.pad(scaled, pad)}  # fmt: skip
+    return {
+        "qweight": packing.pack_interleaved(weight.codes),
+        "scales": torch.nn.functional.pad(weight.scales, pad),
+        suffix: torch.nn.functional.pad(scaled, pad),
+    }
 
 
 def _read_compressed(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
     if "weight_shape" in tensors:
         shape = [int(size) for size in tensors["weight_shape"]]
         if shape != [layout.out_features, layout.in_features]:
-            raise ValueError(f"tensor {name}.weight_shape: expected {[layout.out_features, layout.in_features]}, found {shape}")
+            raise ValueError(
+                f"tensor {name}.weight_shape: expected {[layout.out_features, layout.in_features]}, found {shape}"
+            )
     codes = packing.unpack_words(tensors["weight_packed"], layout.bits, layout.in_features)
     zeros = None
     if "weight_zero_point" in tensors:
@@ -187,7 +206,10 @@ def _read_compressed(name: str, layout: Layout, tensors: Mapping[str, Tensor], m
 
 
 def _write_compressed(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
-    out = {"weight_packed": packing.pack_words(weight.codes, layout.bits), "weight_scale": weight.scales.t().contiguous()}
+    out = {
+        "weight_packed": packing.pack_words(weight.codes, layout.bits),
+        "weight_scale": weight.scales.t().contiguous(),
+    }
     if "weight_zero_point" in layout.tensors:
         out["weight_zero_point"] = packing.pack_words(_zeros(weight), layout.bits).t().contiguous()
     if "weight_shape" in layout.tensors:

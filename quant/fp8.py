@@ -64,8 +64,10 @@ def identify_fp8(
     else:
         covers.setdefault(blocks, block)
     if scale.dtype not in FLOATS or scale.shape not in covers:
-        raise ValueError(f"tensor {name}.{scale_name}: expected {' or '.join(FLOATS)} in one of "
-                         f"{[list(shape) for shape in covers]} for a weight {[n, k]}, found {scale}")  # fmt: skip
+        raise ValueError(
+            f"tensor {name}.{scale_name}: expected {' or '.join(FLOATS)} in one of "
+            f"{[list(shape) for shape in covers]} for a weight {[n, k]}, found {scale}"
+        )
     static = found.get("input_scale")
     if static is not None and (static.dtype not in FLOATS or static.shape not in ((), (1,))):
         raise ValueError(f"tensor {name}.input_scale: expected {' or '.join(FLOATS)} [1], found {static}")
@@ -73,14 +75,18 @@ def identify_fp8(
     if unknown:
         raise ValueError(f"tensor {name}.{unknown[0]} ({found[unknown[0]]}) does not belong to an FP8 linear")
     return Fp8Layout(
-        in_features=k, out_features=n, block=covers[scale.shape], dynamic=quantize_activations and static is None,
+        in_features=k,
+        out_features=n,
+        block=covers[scale.shape],
+        dynamic=quantize_activations and static is None,
         tensors=dict(found),
-    )  # fmt: skip
+    )
 
 
 class Fp8Linear(nn.Module):
     """y = x W^T + b from e4m3 weights. Parameters carry the names and shapes of the file. It does not train."""
 
+    weight: Tensor
     input_scale: Tensor | None
     bias: Tensor | None
 

@@ -1,7 +1,7 @@
 """What the weight files say about their tensors, without reading the tensors.
 
-Everything that can be wrong in a header is found here, with the file's name: not a safetensors file, truncated, a tensor
-in two shards. `.bin` files are pickles and are only opened when the caller asked for them.
+Everything that can be wrong in a header is found here, with the file's name: not a safetensors file, truncated, a
+tensor in two shards. `.bin` files are pickles and are only opened when the caller asked for them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,20 @@ from torch import Tensor
 from hf_paged.quant.layout import TensorSpec
 
 _TORCH_NAMES = {
-    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.int8: "I8",
-    torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
-}  # fmt: skip
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
 _DTYPES = {name: dtype for dtype, name in _TORCH_NAMES.items()}
 
 

@@ -1,7 +1,8 @@
 """Static KV-cache scales that a checkpoint brings along (`kv_cache_scheme`, AutoFP8): read, judged, kept on the model.
 
-They are exposed as `model.hf_paged_kv_scales`, layer name -> `KVScales`. A scale that is NaN, infinite, zero or negative
-is an error naming the tensor. Scales that are all exactly 1.0 were never calibrated: that is logged, and they are kept.
+They are exposed as `model.hf_paged_kv_scales`, layer name -> `KVScales`. A scale that is NaN, infinite, zero or
+negative is an error naming the tensor. Scales that are all exactly 1.0 were never calibrated: that is logged, and they
+are kept.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ def read_kv_scales(tensors: Mapping[str, Tensor]) -> dict[str, KVScales]:
         values = tuple(float(value) for value in tensor.float().flatten())
         for value in values:
             if not math.isfinite(value) or value <= 0:
-                raise ValueError(f"tensor {name}: expected a KV-cache scale > 0, found {value}; quantize the cache with "
-                                 "scales of its own instead (remove the tensor)")  # fmt: skip
+                raise ValueError(
+                    f"tensor {name}: expected a KV-cache scale > 0, found {value}; quantize the cache with "
+                    "scales of its own instead (remove the tensor)"
+                )
         side = next(group for group in match.groups()[1:] if group)
         for one in "kv" if side == "kv" else side:
             found[match[1]][one] = values
@@ -54,5 +57,7 @@ def read_kv_scales(tensors: Mapping[str, Tensor]) -> dict[str, KVScales]:
         scales[layer] = KVScales(k_scale=sides["k"], v_scale=sides["v"])
     every = [value for one in scales.values() for value in (*one.k_scale, *one.v_scale)]
     if every and all(value == 1.0 for value in every):
-        logger.warning("all %d KV-cache scales of this checkpoint are exactly 1.0: they were not calibrated", len(every))
+        logger.warning(
+            "all %d KV-cache scales of this checkpoint are exactly 1.0: they were not calibrated", len(every)
+        )
     return scales

@@ -1,8 +1,8 @@
 """How a file stores one linear: names, dtypes and shapes, recognised from the file's header.
 
 The label in `quantization_config` only breaks ties and states what was promised (bits): what is stored is read off the
-tensors themselves. A set of tensors that fits no known layout is refused with the tensor, what was expected and what was
-found; nothing is guessed.
+tensors themselves. A set of tensors that fits no known layout is refused with the tensor, what was expected and what
+was found; nothing is guessed.
 
 | kind | bits | qweight | zeros | scales |
 | --- | --- | --- | --- | --- |
@@ -11,7 +11,7 @@ found; nothing is guessed.
 | awq_gemv | 4 | int32 [N, K / 8] | qzeros int32 [N, W] | [N, 8 W] |
 | awq_gemv_fast | 4 | int16 [N / 4, K] | qzeros fp16 [8 W, N], minus scale * zero | [8 W, N] |
 | llm_awq | 4 | int16 [N / 4, K] | scaled_zeros fp16 [8 W, N] | [8 W, N] |
-| compressed | 4 8 | weight_packed int32 [N, K * bits / 32] | weight_zero_point int32 [N * bits / 32, G] | weight_scale [N, G] |
+| compressed | 4 8 | weight_packed int32 [N, K * bits / 32] | weight_zero_point [N * bits / 32, G] | weight_scale [N, G]
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ logger = logging.getLogger(__name__)
 
 FLOATS = ("F16", "BF16", "F32")
 PACKED_SUFFIXES = (
-    "qweight", "qzeros", "scales", "g_idx", "scaled_zeros",
-    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
-)  # fmt: skip
-_REMEDY = {
-    "weight": "nvfp4, mxfp4, marlin and sparse layouts are not read: re-save the model as W4A16 `pack-quantized`, GPTQ or AWQ",
-}
+    "qweight",
+    "qzeros",
+    "scales",
+    "g_idx",
+    "scaled_zeros",
+    "weight_packed",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_shape",
+    "weight_g_idx",
+)
+_REMEDY = "nvfp4, mxfp4, marlin and sparse layouts are not read: re-save the model as `pack-quantized`, GPTQ or AWQ"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +95,22 @@ def identify(name: str, found: Mapping[str, TensorSpec], in_features: int, out_f
             expected = _expected(kind, in_features, out_features, bits, group_size)
             ragged = None
             if in_features % group_size and kind.startswith(("awq", "llm")):
-                ragged = (f"module {name}: {in_features} input channels are no multiple of group_size {group_size}, which "
-                          "AWQ cannot store (GPTQ can): quantize with a smaller group_size")  # fmt: skip
+                ragged = (
+                    f"module {name}: {in_features} input channels are no multiple of group_size {group_size}, which "
+                    "AWQ cannot store (GPTQ can): quantize with a smaller group_size"
+                )
             problem = _mismatch(name, kind, bits, expected, found, ragged)
             if problem is None:
                 _check_bits(name, bits, label)
                 return Layout(
-                    kind=kind, in_features=in_features, out_features=out_features, bits=bits, group_size=group_size,
-                    zero_offset=label.zero_offset, tensors=dict(found),
-                )  # fmt: skip
+                    kind=kind,
+                    in_features=in_features,
+                    out_features=out_features,
+                    bits=bits,
+                    group_size=group_size,
+                    zero_offset=label.zero_offset,
+                    tensors=dict(found),
+                )
             failures.append(problem)
     raise ValueError(max(failures, key=lambda failure: failure[0])[1])  # the nearest layout's; the label's on a tie
 
@@ -107,8 +120,10 @@ def _kinds(name: str, found: Mapping[str, TensorSpec], label: Label) -> list[str
         return ["compressed"]
     if "qweight" not in found:
         some = next(iter(found))
-        raise ValueError(f"tensor {name}.{some} ({found[some]}) has no packed weight beside it: expected "
-                         f"{name}.qweight or {name}.weight_packed; {_REMEDY['weight']}")  # fmt: skip
+        raise ValueError(
+            f"tensor {name}.{some} ({found[some]}) has no packed weight beside it: expected "
+            f"{name}.qweight or {name}.weight_packed; {_REMEDY}"
+        )
     if found["qweight"].dtype == "I16":
         return ["llm_awq" if "scaled_zeros" in found else "awq_gemv_fast"]
     awq = ["awq_gemm", "awq_gemv"]
@@ -123,8 +138,10 @@ def _candidate_bits(kind: str, label: Label) -> list[int]:
 
 def _check_bits(name: str, bits: int, label: Label) -> None:
     if label.bits is not None and label.bits != bits:
-        raise ValueError(f"module {name}: quantization_config says {label.bits} bits, the tensors hold {bits}; correct "
-                         "`bits`, or add a `dynamic` rule for the module")  # fmt: skip
+        raise ValueError(
+            f"module {name}: quantization_config says {label.bits} bits, the tensors hold {bits}; correct "
+            "`bits`, or add a `dynamic` rule for the module"
+        )
 
 
 def _group_size(kind: str, found: Mapping[str, TensorSpec], in_features: int, label: Label) -> int:
@@ -153,8 +170,12 @@ def _expected(kind: str, k: int, n: int, bits: int, group_size: int) -> _Expecte
     groups = -(-k // group_size)
     ints = ("I32",)
     if kind == "gptq":
-        return {"qweight": (ints, (words_for(k, bits), n)), "qzeros": (ints, (groups, words_for(n, bits))),
-                "scales": (FLOATS, (groups, n)), "g_idx": (("I32", "I64"), (k,))}  # fmt: skip
+        return {
+            "qweight": (ints, (words_for(k, bits), n)),
+            "qzeros": (ints, (groups, words_for(n, bits))),
+            "scales": (FLOATS, (groups, n)),
+            "g_idx": (("I32", "I64"), (k,)),
+        }
     if kind == "awq_gemm":
         return {"qweight": (ints, (k, n // 8)), "qzeros": (ints, (groups, n // 8)), "scales": (FLOATS, (groups, n))}
     width = gemv_width(k, group_size)
@@ -164,9 +185,13 @@ def _expected(kind: str, k: int, n: int, bits: int, group_size: int) -> _Expecte
         zeros = "scaled_zeros" if kind == "llm_awq" else "qzeros"
         padded = (width * 8, n)
         return {"qweight": (("I16",), (n // 4, k)), zeros: (FLOATS, padded), "scales": (FLOATS, padded)}
-    return {"weight_packed": (ints, (n, words_for(k, bits))), "weight_scale": (FLOATS, (n, groups)),
-            "weight_zero_point": (ints, (words_for(n, bits), groups)), "weight_shape": (("I64", "I32"), (2,)),
-            "weight_g_idx": (("I32", "I64"), (k,))}  # fmt: skip
+    return {
+        "weight_packed": (ints, (n, words_for(k, bits))),
+        "weight_scale": (FLOATS, (n, groups)),
+        "weight_zero_point": (ints, (words_for(n, bits), groups)),
+        "weight_shape": (("I64", "I32"), (2,)),
+        "weight_g_idx": (("I32", "I64"), (k,)),
+    }
 
 
 _OPTIONAL = {

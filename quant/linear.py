@@ -1,9 +1,9 @@
 """The one packed linear: takes the place of `nn.Linear` (and GPT-2's Conv1D) whatever file the weight came from.
 
-Everything it owns is a parameter or a buffer, so `.to()`, `deepcopy`, `state_dict` and accelerate's dispatch see all of it.
-Its state is the kernels' layout; `file_tensors` gives back the layout it was read from. It does not train.
-On CPU the weight is used through torch's int4 kernel (bf16, few rows) or a cached plain copy in the activation's dtype:
-8 or 4 times the packed size, built at the first forward; `cpu_cache = False` trades it for unpacking at every call.
+Everything it owns is a parameter or a buffer, so `.to()`, `deepcopy`, `state_dict` and accelerate's dispatch see all
+of it. Its state is the kernels' layout; `file_tensors` gives back the layout it was read from. It does not train. On
+CPU the weight is used through torch's int4 kernel (bf16, few rows) or a cached plain copy in the activation's dtype: 8
+or 4 times the packed size, built at the first forward; `cpu_cache = False` trades it for unpacking at every call.
 """
 
 from __future__ import annotations
@@ -53,10 +53,16 @@ class PackedLinear(nn.Module):
     def packed_weight(self) -> PackedWeight:
         """The weight as the kernels take it (shares the parameters)."""
         return PackedWeight(
-            packed=self.packed, scales=self.scales, zeros=self.zeros, perm=self.perm,
-            field_bits=field_bits(self.layout.bits), code_bits=self.layout.bits, group_size=self.layout.group_size,
-            in_features=self.in_features, out_features=self.out_features,
-        )  # fmt: skip
+            packed=self.packed,
+            scales=self.scales,
+            zeros=self.zeros,
+            perm=self.perm,
+            field_bits=field_bits(self.layout.bits),
+            code_bits=self.layout.bits,
+            group_size=self.layout.group_size,
+            in_features=self.in_features,
+            out_features=self.out_features,
+        )
 
     def load(self, weight: QuantizedWeight) -> None:
         """Take over a weight read from a file. `zeros` and `perm` stay only where the weight needs them."""
@@ -98,9 +104,11 @@ class PackedLinear(nn.Module):
     def _fits_int4(self) -> bool:
         group = self.layout.group_size
         return (
-            self.layout.bits == 4 and group in (32, 64, 128, 256) and self.in_features % group == 0
+            self.layout.bits == 4
+            and group in (32, 64, 128, 256)
+            and self.in_features % group == 0
             and self.out_features % 16 == 0
-        )  # fmt: skip
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         self.dense = self.int4 = self.int4_scales = None  # derived; rebuilt where they are needed
@@ -125,7 +133,9 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
 
 
 def _int4_weights(weight: PackedWeight) -> tuple[Tensor, Tensor]:
-    """Codes and (scale, (8 - zero) * scale) pairs as torch's CPU int4 kernel takes them: w = (code - 8) * scale + offset."""
+    """Codes and (scale, (8 - zero) * scale) pairs as torch's CPU int4 kernel takes them: w = (code - 8) * scale +
+    offset.
+    """
     quantized = unpack(weight)
     codes = quantized.codes if weight.perm is None else quantized.codes[:, weight.perm.long()]
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32).contiguous(), 1)

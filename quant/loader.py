@@ -1,9 +1,9 @@
 """Quantized checkpoints through `from_pretrained`, with no quantization package installed.
 
-Transformers asks a quantizer to prepare the empty model, convert tensors while they stream in, and finish. Here the header
-of the files is read first: it decides what every module becomes (`plan`), and everything a header can reveal is an error
-before any weight is read. What only values reveal (NaN scales, impossible indices) is an error after the last tensor and
-before the model is returned.
+Transformers asks a quantizer to prepare the empty model, convert tensors while they stream in, and finish. Here the
+header of the files is read first: it decides what every module becomes (`plan`), and everything a header can reveal is
+an error before any weight is read. What only values reveal (NaN scales, impossible indices) is an error after the last
+tensor and before the model is returned.
 """
 
 from __future__ import annotations
@@ -47,14 +47,18 @@ class CheckpointLoader(HfQuantizer):
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if getattr(self.quantization_config, "dequantize", False):
-            raise ValueError("dequantize=True is not supported here: hf_paged runs from packed weights; call "
-                             "hf_paged.unregister() to load with Transformers' own quantizer")  # fmt: skip
+            raise ValueError(
+                "dequantize=True is not supported here: hf_paged runs from packed weights; call "
+                "hf_paged.unregister() to load with Transformers' own quantizer"
+            )
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, dtype: Any = None, **kwargs: Any
     ) -> None:
         if not checkpoint_files:
-            raise ValueError("a quantized checkpoint is loaded from its files: a state_dict alone does not say its layout")
+            raise ValueError(
+                "a quantized checkpoint is loaded from its files: a state_dict alone does not say its layout"
+            )
         config = self.quantization_config
         header = read_header(checkpoint_files, allow_bin=config.allow_bin)
         self.plan = plan = Planner(model, header, config).make()
@@ -89,7 +93,8 @@ class CheckpointLoader(HfQuantizer):
     def _read_kv_scales(self, model: PreTrainedModel, header: Header) -> None:
         self.kv_tensors = {name: header.load(key) for name, key in self.plan.kv_scales.items()}
         if self.kv_tensors:
-            model.hf_paged_kv_scales = read_kv_scales(self.kv_tensors)
+            scales = read_kv_scales(self.kv_tensors)
+            model.__dict__["hf_paged_kv_scales"] = scales  # a plain holder: no module, parameter or buffer
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for name, module in model.named_modules():
@@ -111,7 +116,9 @@ class CheckpointLoader(HfQuantizer):
         logger.info("%d packed linears, %d expert layers", len(self.plan.linears), len(self.plan.experts))
 
     def update_weight_conversions(self, weight_conversions: list[WeightTransform]) -> list[WeightTransform]:
-        fp8 = any(isinstance(layout, Fp8Layout) for plan in self.plan.experts.values() for layout in plan.layouts.values())
+        fp8 = any(
+            isinstance(layout, Fp8Layout) for plan in self.plan.experts.values() for layout in plan.layouts.values()
+        )
         return [*converters(self.problems, fp8_experts=fp8), *weight_conversions]
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -157,7 +164,7 @@ def _mark_initialized(model: PreTrainedModel, names: Sequence[str]) -> None:
         parent = model.get_submodule(name.rpartition(".")[0])
         own = [*parent.parameters(recurse=False), *parent.buffers(recurse=False)]
         for module in [model.get_submodule(name), *([] if own else [parent])]:
-            setattr(module, "_is_hf_initialized", True)
+            module.__dict__["_is_hf_initialized"] = True
 
 
 def _offloaded(module: nn.Module) -> bool:

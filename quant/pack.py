@@ -17,9 +17,16 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
         order = torch.argsort(weight.g_idx.long(), stable=True)
         codes, perm = codes[:, order], order.to(torch.int32)
     return PackedWeight(
-        packed=pack_codes(codes, bits), scales=weight.scales.contiguous(), zeros=weight.zeros, perm=perm, field_bits=bits,
-        code_bits=weight.bits, group_size=weight.group_size, in_features=k, out_features=n,
-    )  # fmt: skip
+        packed=pack_codes(codes, bits),
+        scales=weight.scales.contiguous(),
+        zeros=weight.zeros,
+        perm=perm,
+        field_bits=bits,
+        code_bits=weight.bits,
+        group_size=weight.group_size,
+        in_features=k,
+        out_features=n,
+    )
 
 
 def unpack(weight: PackedWeight) -> QuantizedWeight:
@@ -32,6 +39,10 @@ def unpack(weight: PackedWeight) -> QuantizedWeight:
         sorted_groups = torch.arange(weight.in_features, device=order.device, dtype=torch.int32) // weight.group_size
         g_idx = torch.empty_like(sorted_groups).index_copy_(0, order, sorted_groups)
     return QuantizedWeight(
-        codes=codes.contiguous(), scales=weight.scales, zeros=weight.zeros, g_idx=g_idx, bits=weight.code_bits,
+        codes=codes.contiguous(),
+        scales=weight.scales,
+        zeros=weight.zeros,
+        g_idx=g_idx,
+        bits=weight.code_bits,
         group_size=weight.group_size,
-    )  # fmt: skip
+    )

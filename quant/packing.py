@@ -1,7 +1,8 @@
 """Bit fields inside integer words: the only place that shifts and masks a file's words.
 
-A word holds `32 // bits` fields, lowest bits first; with 3 bits, 32 fields form one 96-bit little-endian string over three
-words (GPTQ). Everything runs on the tensor's device, one field position at a time, so that the peak is one byte per field.
+A word holds `32 // bits` fields, lowest bits first; with 3 bits, 32 fields form one 96-bit little-endian string over
+three words (GPTQ). Everything runs on the tensor's device, one field position at a time, so that the peak is one byte
+per field.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def words_for(count: int, bits: int) -> int:
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """`[..., W]` int32 -> `[..., count]` uint8 fields, in file order. Fields beyond `count` are padding and are dropped."""
+    """`[..., W]` int32 -> `[..., count]` uint8 fields, in file order. Fields beyond `count` are padding and are
+    dropped.
+    """
     if bits == 3:
         return _unpack_three(words)[..., :count].contiguous()
     per_word = 32 // bits
@@ -32,7 +35,9 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack_words(fields: Tensor, bits: int) -> Tensor:
-    """`[..., count]` uint8 -> `[..., words_for(count)]` int32; the inverse of `unpack_words`, padding with zero fields."""
+    """`[..., count]` uint8 -> `[..., words_for(count)]` int32; the inverse of `unpack_words`, padding with zero
+    fields.
+    """
     width = words_for(fields.shape[-1], bits)
     per_row = width * 32 // bits
     fields = torch.nn.functional.pad(fields, (0, per_row - fields.shape[-1]))
@@ -59,8 +64,8 @@ def pack_awq_words(fields: Tensor) -> Tensor:
 def unpack_interleaved(words: Tensor) -> Tensor:
     """AWQ `gemv_fast` and llm-awq: `[N / 4, K]` int16 -> `[N, K]` uint8.
 
-    Four rows are interleaved per 64 columns; within 32 columns the pairs go 0,1,8,9,16,17,24,25,..., and every eight values
-    are stored as 0,2,4,6,1,3,5,7 (AutoAWQ `pack_intweight(interleave=4, kstride=64)`).
+    Four rows are interleaved per 64 columns; within 32 columns the pairs go 0,1,8,9,16,17,24,25,..., and every eight
+    values are stored as 0,2,4,6,1,3,5,7 (AutoAWQ `pack_intweight(interleave=4, kstride=64)`).
     """
     quarter, columns = words.shape
     fields = torch.stack([(words >> (4 * i)) & 15 for i in range(4)], dim=-1).to(torch.uint8)  # [N/4, K, 4]

@@ -1,8 +1,8 @@
 """From a checkpoint's header and an empty model: what becomes of every module, or the list of everything that is wrong.
 
 What the file holds decides: a linear whose packed tensors are there becomes a packed linear, one whose plain weight is
-there stays as it is, one with neither is an error, whatever skip lists, `dynamic` rules or tied-weight flags say. Nothing
-is left for Transformers to initialise at random. All problems are collected, so one load shows them all.
+there stays as it is, one with neither is an error, whatever skip lists, `dynamic` rules or tied-weight flags say.
+Nothing is left for Transformers to initialise at random. All problems are collected, so one load shows them all.
 """
 
 from __future__ import annotations
@@ -142,8 +142,10 @@ class Planner:
         shape = _linear_shape(module)
         if shape is None:
             suffix, spec = next(iter(found.items()))
-            raise ValueError(f"tensor {name}.{suffix} ({spec}): expected a linear layer, found {type(module).__name__}; "
-                             "quantized embeddings and convolutions are not read")  # fmt: skip
+            raise ValueError(
+                f"tensor {name}.{suffix} ({spec}): expected a linear layer, found {type(module).__name__}; "
+                "quantized embeddings and convolutions are not read"
+            )
         bias = found.pop("bias", None)
         layout = self._layout(name, found, *shape)
         keep = bias is not None and self._keeps_bias(name, bias, module, shape[1])
@@ -181,10 +183,13 @@ class Planner:
         count = int(module.num_experts)
         names = next((names for names in PROJECTIONS if set(names) == set(projections)), None)
         if names is None:
-            raise ValueError(f"experts {name}: expected projections {' or '.join(map(str, PROJECTIONS))}, found "
-                             f"{tuple(projections)}")  # fmt: skip
+            raise ValueError(
+                f"experts {name}: expected projections {' or '.join(map(str, PROJECTIONS))}, found {tuple(projections)}"
+            )
         if getattr(module, "is_transposed", False) or getattr(module, "has_bias", False):
-            raise ValueError(f"experts {name}: {type(module).__name__} with transposed or biased projections is not read")
+            raise ValueError(
+                f"experts {name}: {type(module).__name__} with transposed or biased projections is not read"
+            )
         _, two_inner, hidden = module.gate_up_proj.shape
         shapes = dict(zip(names, [(hidden, two_inner // 2), (hidden, two_inner // 2), (two_inner // 2, hidden)]))
         layouts: dict[str, Layout | Fp8Layout] = {}
@@ -196,8 +201,10 @@ class Planner:
                 layout = self._layout(f"{name}.{expert}.{projection}", found, *shapes[projection])
                 first = layouts.setdefault(projection, layout)
                 if layout != first:
-                    raise ValueError(f"tensor {name}.{expert}.{projection}: expected the layout of expert 0 ({first}), found "
-                                     f"{layout}; experts of one layer must share it")  # fmt: skip
+                    raise ValueError(
+                        f"tensor {name}.{expert}.{projection}: expected the layout of expert 0 ({first}), found "
+                        f"{layout}; experts of one layer must share it"
+                    )
         self.plan.experts[name] = ExpertsPlan(layouts=layouts, experts=count)
 
     def _check_plain(self, plain: Mapping[str, TensorSpec]) -> None:
@@ -211,11 +218,13 @@ class Planner:
             if expected is None or pattern is not None:
                 continue  # not ours: Transformers reports unexpected tensors, and checks what it converts
             if tuple(expected.shape) != spec.shape or (spec.dtype[0] in "FB") != expected.is_floating_point():
-                self.problems.append(f"tensor {key}: expected {str(expected.dtype).removeprefix('torch.')} "
-                                     f"{list(expected.shape)}, found {spec}")  # fmt: skip
+                self.problems.append(
+                    f"tensor {key}: expected {str(expected.dtype).removeprefix('torch.')} "
+                    f"{list(expected.shape)}, found {spec}"
+                )
         tied = set(getattr(self.model, "all_tied_weights_keys", {}))
         for name, value in self.state.items():
-            module, _, suffix = name.rpartition(".")
+            module = name.rpartition(".")[0]
             replaced = module in self.plan.linears or module in self.plan.experts
             if replaced or name in present or name in tied or self._ignored(name, missing=True):
                 continue

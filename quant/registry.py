@@ -1,7 +1,8 @@
 """Making `from_pretrained` load quantized checkpoints through this package, and undoing it.
 
 Transformers' own register functions refuse names that exist, so its two tables are assigned directly; they are read at
-call time. A model that is not yet quantized still goes to Transformers' own quantizer (GPTQ calibration, FP8 on the fly).
+call time. A model that is not yet quantized still goes to Transformers' own quantizer (GPTQ calibration, FP8 on the
+fly).
 """
 
 from __future__ import annotations

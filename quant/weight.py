@@ -2,8 +2,8 @@
 
     value[n, k] = (codes[n, k] - zeros[g, n]) * scales[g, n],   g = g_idx[k], or k // group_size when there is no g_idx
 
-The product is rounded once, to the dtype of the scales: that is what AutoAWQ, AutoGPTQ, GPTQModel and llm-compressor do,
-and what their published dequantized weights hold bit for bit.
+The product is rounded once, to the dtype of the scales: that is what AutoAWQ, AutoGPTQ, GPTQModel and llm-compressor
+do, and what their published dequantized weights hold bit for bit.
 """
 
 from __future__ import annotations

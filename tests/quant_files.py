@@ -85,17 +85,25 @@ def pack_linear(cell: Cell, integers: Integers) -> dict[str, Tensor]:
     (n, k), groups, bits = codes.shape, zeros.shape[0], cell.bits
     if cell.kind == "gptq":
         stored = (zeros - (1 if cell.version == 1 else 0)) % (1 << bits)
-        return {"qweight": bit_string(codes, bits).t().contiguous(), "qzeros": bit_string(stored, bits),
-                "scales": integers.scales, "g_idx": integers.g_idx}  # fmt: skip
+        return {
+            "qweight": bit_string(codes, bits).t().contiguous(),
+            "qzeros": bit_string(stored, bits),
+            "scales": integers.scales,
+            "g_idx": integers.g_idx,
+        }
     if cell.kind == "compressed":
-        out = {"weight_packed": bit_string(codes, bits), "weight_scale": integers.scales.t().contiguous(),
-               "weight_shape": torch.tensor([n, k])}  # fmt: skip
+        out = {
+            "weight_packed": bit_string(codes, bits),
+            "weight_scale": integers.scales.t().contiguous(),
+            "weight_shape": torch.tensor([n, k]),
+        }
         if not cell.symmetric:
             out["weight_zero_point"] = bit_string(zeros, bits).t().contiguous()
         if cell.act_order:
             out["weight_g_idx"] = integers.g_idx
         return out
     if cell.kind == "awq_gemm":
+
         def awq(fields: np.ndarray) -> Tensor:
             return bit_string(fields.reshape(fields.shape[0], -1, 8)[:, :, AWQ_ORDER].reshape(fields.shape[0], -1), 4)
 
@@ -151,30 +159,61 @@ def quantize(weight: Tensor, cell: Cell, seed: int = 0) -> Integers:
     scales = scales.clamp_min(1e-4).to(cell.scales)
     index = base.g_idx.long()
     codes = torch.round(weight.float() / scales.float()[index].t()) + zeros[index].t()
-    return Integers(codes=codes.clamp(0, levels).to(torch.uint8), zeros=zeros.to(torch.uint8), scales=scales, g_idx=base.g_idx)
+    return Integers(
+        codes=codes.clamp(0, levels).to(torch.uint8), zeros=zeros.to(torch.uint8), scales=scales, g_idx=base.g_idx
+    )
 
 
 def config_of(cell: Cell) -> dict[str, object]:
     """The `quantization_config` that a tool writes for `cell`."""
     if cell.kind == "gptq":
-        return {"quant_method": "gptq", "bits": cell.bits, "group_size": cell.group_size, "sym": cell.symmetric,
-                "desc_act": cell.act_order, "checkpoint_format": "gptq" if cell.version == 1 else "gptq_v2"}  # fmt: skip
+        return {
+            "quant_method": "gptq",
+            "bits": cell.bits,
+            "group_size": cell.group_size,
+            "sym": cell.symmetric,
+            "desc_act": cell.act_order,
+            "checkpoint_format": "gptq" if cell.version == 1 else "gptq_v2",
+        }
     if cell.kind == "compressed":
-        weights = {"num_bits": cell.bits, "type": "int", "symmetric": cell.symmetric,
-                   "strategy": "channel" if cell.group_size == -1 else "group",
-                   "group_size": None if cell.group_size == -1 else cell.group_size}  # fmt: skip
-        return {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-                "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
-                "ignore": ["lm_head"], "kv_cache_scheme": None}  # fmt: skip
+        weights = {
+            "num_bits": cell.bits,
+            "type": "int",
+            "symmetric": cell.symmetric,
+            "strategy": "channel" if cell.group_size == -1 else "group",
+            "group_size": None if cell.group_size == -1 else cell.group_size,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+            "ignore": ["lm_head"],
+            "kv_cache_scheme": None,
+        }
     version = {"awq_gemm": "GEMM", "awq_gemv": "gemv", "awq_gemv_fast": "gemv_fast", "llm_awq": "llm-awq"}[cell.kind]
-    return {"quant_method": "awq", "bits": 4, "group_size": cell.group_size, "zero_point": True, "version": version,
-            "modules_to_not_convert": None, "do_fuse": False}  # fmt: skip
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": cell.group_size,
+        "zero_point": True,
+        "version": version,
+        "modules_to_not_convert": None,
+        "do_fuse": False,
+    }
 
 
 def write_model(
-    model: PreTrainedModel, folder: Path, cell: Cell, *, cells: dict[str, Cell | None] | None = None, head: bool = False,
-    config: dict[str, object] | None = None, extra: dict[str, Tensor] | None = None, shards: int = 1,
-) -> PreTrainedModel:  # fmt: skip
+    model: PreTrainedModel,
+    folder: Path,
+    cell: Cell,
+    *,
+    cells: dict[str, Cell | None] | None = None,
+    head: bool = False,
+    config: dict[str, object] | None = None,
+    extra: dict[str, Tensor] | None = None,
+    shards: int = 1,
+) -> PreTrainedModel:
     """Save `model` with its linears quantized as `cell` (or by file name as `cells`; None: left plain), and return the
     plain model that holds the dequantized weights. `head`: quantize `lm_head` too."""
     state = _file_state(model, folder)
@@ -210,9 +249,12 @@ def _file_state(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
 
 
 def save_files(
-    folder: Path, tensors: dict[str, Tensor], config: dict[str, object], quantization: dict[str, object] | None,
+    folder: Path,
+    tensors: dict[str, Tensor],
+    config: dict[str, object],
+    quantization: dict[str, object] | None,
     shards: int = 1,
-) -> None:  # fmt: skip
+) -> None:
     """Write weights (in `shards` files) and config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {key: value for key, value in config.items() if key not in ("quantization_config",)}

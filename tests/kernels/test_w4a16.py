@@ -1,4 +1,6 @@
-"""The packed-weight kernels against their plain-torch definitions, in the interpreter here and on a GPU where there is one."""
+"""The packed-weight kernels against their plain-torch definitions, in the interpreter here and on a GPU where there
+is one.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,17 @@ STEP = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
 def weight(
-    n: int, k: int, *, bits: int = 4, group: int = 128, zeros: bool = False, perm: bool = False, device: str = DEVICE,
-    scales: torch.dtype = torch.float16, experts: int = 0,
-) -> PackedWeight:  # fmt: skip
+    n: int,
+    k: int,
+    *,
+    bits: int = 4,
+    group: int = 128,
+    zeros: bool = False,
+    perm: bool = False,
+    device: str = DEVICE,
+    scales: torch.dtype = torch.float16,
+    experts: int = 0,
+) -> PackedWeight:
     """A random packed weight; with `experts` a stack."""
     generator = torch.Generator().manual_seed(n + k + bits)
     group = k if group == -1 else group
@@ -49,10 +59,16 @@ def weight(
     made = {key: torch.stack([part[key] for part in parts]) if experts else parts[0][key] for key in parts[0]}
     made = {key: value.to(device) for key, value in made.items()}
     return PackedWeight(
-        packed=made["packed"], scales=made["scales"], zeros=made["zeros"] if zeros else None,
-        perm=made["perm"] if perm else None, field_bits=field_bits(bits), code_bits=bits, group_size=group,
-        in_features=k, out_features=n,
-    )  # fmt: skip
+        packed=made["packed"],
+        scales=made["scales"],
+        zeros=made["zeros"] if zeros else None,
+        perm=made["perm"] if perm else None,
+        field_bits=field_bits(bits),
+        code_bits=bits,
+        group_size=group,
+        in_features=k,
+        out_features=n,
+    )
 
 
 def activations(m: int, k: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -60,7 +76,9 @@ def activations(m: int, k: int, dtype: torch.dtype = torch.float16) -> Tensor:
 
 
 def tiles(block_n: int = 64, split: int = 1, scale_weights: bool = False, block_m: int = 16) -> Tiles:
-    return Tiles(block_m=block_m, block_n=block_n, split_k=split, scale_weights=scale_weights, num_warps=4, num_stages=2)
+    return Tiles(
+        block_m=block_m, block_n=block_n, split_k=split, scale_weights=scale_weights, num_warps=4, num_stages=2
+    )
 
 
 def assert_close(result: Tensor, expected: Tensor, steps: float = 1.0) -> None:
@@ -121,10 +139,16 @@ def test_rows_go_to_their_own_expert(zeros: bool, perm: bool, top_k: int) -> Non
     result = w4a16_experts(x, stack, ids, top_k, tiles())
     for row, expert in enumerate(ids.tolist()):
         one = PackedWeight(
-            packed=stack.packed[expert], scales=stack.scales[expert], zeros=stack.zeros[expert] if zeros else None,
-            perm=stack.perm[expert] if perm else None, field_bits=4, code_bits=4, group_size=32, in_features=160,
+            packed=stack.packed[expert],
+            scales=stack.scales[expert],
+            zeros=stack.zeros[expert] if zeros else None,
+            perm=stack.perm[expert] if perm else None,
+            field_bits=4,
+            code_bits=4,
+            group_size=32,
+            in_features=160,
             out_features=72,
-        )  # fmt: skip
+        )
         assert_close(result[row : row + 1], packed_linear_reference(x[row // top_k :][:1], one, None))
 
 
@@ -159,7 +183,12 @@ def test_a_launch_covers_the_weight_and_its_locks_suffice() -> None:
 
 
 def test_groups_that_fit_no_slice_are_known() -> None:
-    assert fits_kernel(4, 128, 4096) and fits_kernel(4, 32, 4096) and fits_kernel(4, 4096, 4096) and fits_kernel(8, 64, 256)
+    assert (
+        fits_kernel(4, 128, 4096)
+        and fits_kernel(4, 32, 4096)
+        and fits_kernel(4, 4096, 4096)
+        and fits_kernel(8, 64, 256)
+    )
     assert not fits_kernel(4, 48, 96) and not fits_kernel(4, 16, 96) and not fits_kernel(4, 96, 192)
 
 
@@ -167,7 +196,20 @@ def test_the_operator_is_sound_for_the_compiler() -> None:
     """A wrong fake shape or an undeclared mutation shows only under torch.compile."""
     packed = weight(72, 160, bits=4, group=32, zeros=True, perm=True)
     locks = torch.zeros(lock_count(72), dtype=torch.int32, device=DEVICE)
-    arguments = (activations(3, 160), packed.packed, packed.scales, packed.zeros, packed.perm, None, locks, 4, 4, 32, 160, 72)
+    arguments = (
+        activations(3, 160),
+        packed.packed,
+        packed.scales,
+        packed.zeros,
+        packed.perm,
+        None,
+        locks,
+        4,
+        4,
+        32,
+        160,
+        72,
+    )
     torch.library.opcheck(torch.ops.hf_paged.packed_linear, arguments)
 
 
@@ -184,10 +226,20 @@ def test_activation_rows_quantize_as_defined() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("bits", "group", "zeros", "perm"), [
-    (4, 128, False, False), (4, 128, True, False), (4, 128, False, True), (4, 32, True, True), (8, 128, False, False),
-    (8, 32, True, True), (2, 64, True, False), (3, 128, False, False), (4, 96, True, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("bits", "group", "zeros", "perm"),
+    [
+        (4, 128, False, False),
+        (4, 128, True, False),
+        (4, 128, False, True),
+        (4, 32, True, True),
+        (8, 128, False, False),
+        (8, 32, True, True),
+        (2, 64, True, False),
+        (3, 128, False, False),
+        (4, 96, True, False),
+    ],
+)
 def test_every_row_count_equals_the_definition_on_the_gpu(
     dtype: torch.dtype, bits: int, group: int, zeros: bool, perm: bool
 ) -> None:
@@ -228,7 +280,14 @@ def test_the_forward_compiles_and_experts_run_in_one_launch() -> None:
     rows = w4a16_experts(x, stack, ids, 2, choose_tiles(1, 512, stack.packed.shape[2], 132))
     for row, expert in enumerate(ids.tolist()):
         one = PackedWeight(
-            packed=stack.packed[expert], scales=stack.scales[expert], zeros=stack.zeros[expert], perm=stack.perm[expert],
-            field_bits=4, code_bits=4, group_size=128, in_features=1024, out_features=512,
-        )  # fmt: skip
+            packed=stack.packed[expert],
+            scales=stack.scales[expert],
+            zeros=stack.zeros[expert],
+            perm=stack.perm[expert],
+            field_bits=4,
+            code_bits=4,
+            group_size=128,
+            in_features=1024,
+            out_features=512,
+        )
         assert_close(rows[row : row + 1], packed_linear_reference(x[row // 2 :][:1], one, None))

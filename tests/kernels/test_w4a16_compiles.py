@@ -1,4 +1,4 @@
-"""The packed-weight kernels compile for the GPUs they promise, here, without one: an error would otherwise wait for a user."""
+"""The packed-weight kernels compile for the GPUs they promise, here, without one."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def build(kernel, pointers, values, constants, aligned):
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4, "num_stages": 4})
 
-BASE = dict(BITS=4, MIDDLE=8, GROUP=128, HAS_ZEROS=False, HAS_PERM=False, HAS_BIAS=True, TOP_K=0, SPLIT_K=4, EVEN_N=True,
-            SCALE_WEIGHTS=False, PTX=True, BLOCK_M=8, BLOCK_N=128)
+BASE = dict(BITS=4, MIDDLE=8, GROUP=128, HAS_ZEROS=False, HAS_PERM=False, HAS_BIAS=True, TOP_K=0, SPLIT_K=4,
+            EVEN_N=True, SCALE_WEIGHTS=False, PTX=True, BLOCK_M=8, BLOCK_N=128)
 CASES = [
-    ("bf16", {}), ("fp16", dict(HAS_ZEROS=True, BLOCK_M=16)), ("bf16", dict(HAS_ZEROS=True, HAS_PERM=True, GROUP=32)),
+    ("bf16", {}), ("fp16", dict(HAS_ZEROS=True, BLOCK_M=16)),
+    ("bf16", dict(HAS_ZEROS=True, HAS_PERM=True, GROUP=32)),
     ("bf16", dict(BITS=8, MIDDLE=128, HAS_ZEROS=True)), ("fp16", dict(BITS=8, MIDDLE=128, EVEN_N=False)),
     ("bf16", dict(BITS=2, MIDDLE=2, GROUP=0)), ("bf16", dict(TOP_K=2, SPLIT_K=1, HAS_BIAS=False)),
     ("bf16", dict(SCALE_WEIGHTS=True, BLOCK_M=64, HAS_ZEROS=True)),
@@ -45,14 +46,15 @@ for dtype, changes in CASES:
         assert len(loads) == 1, text
         assert not re.search(r"convert_layout .*tensor<128x(16xi32|32x)", text), text
 pointers = dict(packed="*i32", scales="*fp16", zeros="*u8", out="*bf16")
-build(dequantize_kernel, pointers, ["N", "K", "num_tiles", "group_size"], dict(BITS=4, MIDDLE=8, HAS_ZEROS=True), ["N", "K"])
+constants = dict(BITS=4, MIDDLE=8, HAS_ZEROS=True)
+build(dequantize_kernel, pointers, ["N", "K", "num_tiles", "group_size"], constants, ["N", "K"])
 print("compiled", arch)
 """
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_kernels_compile_and_keep_their_registers(arch: int, tmp_path: object) -> None:
-    """Also that no layout conversion crept in between the packed words and the matrix instruction: it would halve the speed."""
+    """And no layout conversion crept in between the packed words and the matrix instruction: that halves the speed."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(arch)], capture_output=True, text=True, timeout=240,

@@ -21,12 +21,24 @@ from hf_paged.quant.pack import unpack
 from hf_paged.quant.weight import dequantize
 
 FOLDERS = (
-    "autoawq-gemm-g128", "autoawq-gemv-g128", "autogptq-2bit-g64-asym", "autogptq-3bit-g128-sym",
-    "autogptq-4bit-g128-actorder-static", "autogptq-4bit-g128-asym", "autogptq-4bit-g128-sym", "autogptq-4bit-g32-actorder",
-    "autogptq-8bit-g128-sym", "gptqmodel-awq-gemm-g128", "gptqmodel-gptq-4bit-g128-sym",
-    "gptqmodel-gptq-4bit-g32-actorder", "gptqmodel-gptq_v2-4bit-g128-asym", "llmcompressor-fp8-dynamic",
-    "llmcompressor-fp8-static", "llmcompressor-gptq-w4a16-g128", "llmcompressor-w4a16-fp8kv",
-)  # fmt: skip
+    "autoawq-gemm-g128",
+    "autoawq-gemv-g128",
+    "autogptq-2bit-g64-asym",
+    "autogptq-3bit-g128-sym",
+    "autogptq-4bit-g128-actorder-static",
+    "autogptq-4bit-g128-asym",
+    "autogptq-4bit-g128-sym",
+    "autogptq-4bit-g32-actorder",
+    "autogptq-8bit-g128-sym",
+    "gptqmodel-awq-gemm-g128",
+    "gptqmodel-gptq-4bit-g128-sym",
+    "gptqmodel-gptq-4bit-g32-actorder",
+    "gptqmodel-gptq_v2-4bit-g128-asym",
+    "llmcompressor-fp8-dynamic",
+    "llmcompressor-fp8-static",
+    "llmcompressor-gptq-w4a16-g128",
+    "llmcompressor-w4a16-fp8kv",
+)
 WRAPPED = "autogptq-2bit-g64-asym"  # the one folder whose stored zeros wrapped: read masked, better than its own tool
 
 
@@ -104,10 +116,14 @@ def test_sixteen_bit_activations_stay_near_the_reference(folder: str, dtype: tor
     assert float(error.mean()) < 2 * step * size, "mean error beyond two steps of the largest logit"
 
 
-@pytest.mark.parametrize("folder", ["autoawq-gemv-g128", "autogptq-4bit-g32-actorder", "llmcompressor-w4a16-fp8kv",
-                                    "llmcompressor-fp8-static"])  # fmt: skip
+@pytest.mark.parametrize(
+    "folder",
+    ["autoawq-gemv-g128", "autogptq-4bit-g32-actorder", "llmcompressor-w4a16-fp8kv", "llmcompressor-fp8-static"],
+)
 def test_saving_writes_the_file_that_was_read(folder: str, shared: Path, tmp_path: Path) -> None:
-    """gptqmodel and vLLM read the saved folder only if the words are theirs; AutoGPTQ's zero biases alone are left out."""
+    """gptqmodel and vLLM read the saved folder only if the words are theirs; AutoGPTQ's zero biases alone are left
+    out.
+    """
     path = shared / "checkpoints" / folder
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     model.save_pretrained(tmp_path)

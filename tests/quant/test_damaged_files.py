@@ -1,4 +1,6 @@
-"""A damaged checkpoint ends in an error that names what is wrong, or loads exactly what the file says. Nothing between."""
+"""A damaged checkpoint ends in an error that names what is wrong, or loads exactly what the file says. Nothing
+between.
+"""
 
 from __future__ import annotations
 
@@ -89,8 +91,15 @@ def _not_a_number(file: File, rng: random.Random) -> bytes:
 
 
 CHANGES: tuple[Callable[[File, random.Random], bytes], ...] = (
-    _truncate, _flip_header, _flip_data, _dtype, _shape, _drop, _swap, _not_a_number,
-)  # fmt: skip
+    _truncate,
+    _flip_header,
+    _flip_data,
+    _dtype,
+    _shape,
+    _drop,
+    _swap,
+    _not_a_number,
+)
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +126,16 @@ def test_random_damage_is_named_or_loads_what_the_file_says(part: int, folders: 
         try:
             model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         except ValueError as error:
-            assert "tensor" in str(error) or "weight file" in str(error) or "module" in str(error), str(error)
+            named = any(word in str(error) for word in ("tensor", "weight file", "module"))
+            assert named, str(error)  # noqa: PT017 (most mutations end here, some load)
             continue
         stored = load_file(path)
         model.save_pretrained(tmp_path / "again")
         again = load_file(tmp_path / "again" / "model.safetensors")
         for name, value in stored.items():
-            if name in again and (name.endswith(("qweight", "weight_packed", "scales", "weight_scale", "embed_tokens.weight"))):
+            if name in again and (
+                name.endswith(("qweight", "weight_packed", "scales", "weight_scale", "embed_tokens.weight"))
+            ):
                 assert torch.equal(value, again[name].to(value.dtype)), (change.__name__, name)
         with torch.no_grad():
             assert model(torch.arange(3, 9)[None]).logits.shape == (1, 6, 96)

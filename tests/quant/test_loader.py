@@ -44,10 +44,21 @@ def _error(model: PreTrainedModel, truth: PreTrainedModel) -> float:
 
 def _moe(family: str) -> PreTrainedModel:
     config = AutoConfig.for_model(
-        family, vocab_size=96, hidden_size=64, intermediate_size=96, moe_intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, head_dim=16,
-        shared_expert_intermediate_size=96, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        family,
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        head_dim=16,
+        shared_expert_intermediate_size=96,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
@@ -72,7 +83,9 @@ def _moe(family: str) -> PreTrainedModel:
     ids=lambda value: str(value),
 )
 def test_a_family_answers_as_its_dequantized_self_and_saves_back(family: str, cell: Cell, tmp_path: Path) -> None:
-    """Experts that match no key start random without an error; biases, Conv1D and act-order each break in their own way."""
+    """Experts that match no key start random without an error; biases, Conv1D and act-order each break in their own
+    way.
+    """
     model = _moe(family) if "moe" in family else tiny_model(family)
     truth = write_model(model, tmp_path, cell)
     attention = {"attn_implementation": model.config._attn_implementation}
@@ -92,9 +105,18 @@ def test_no_quantization_package_is_needed(tmp_path: Path) -> None:
     for package in ("gptqmodel", "optimum", "awq", "auto_gptq", "compressed_tensors"):
         if importlib.util.find_spec(package):
             pytest.skip(f"{package} is installed here")
-    write_model(tiny_model("llama"), tmp_path, Cell(), config={
-        "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "modules_in_block_to_quantize": [["x"]],
-    })  # fmt: skip
+    write_model(
+        tiny_model("llama"),
+        tmp_path,
+        Cell(),
+        config={
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 32,
+            "sym": False,
+            "modules_in_block_to_quantize": [["x"]],
+        },
+    )
     assert isinstance(_load(tmp_path).model.layers[0].mlp.up_proj, PackedLinear)
 
 
@@ -117,10 +139,17 @@ def test_a_head_is_what_the_file_holds(head: bool, tied: bool, tmp_path: Path) -
 def test_dynamic_rules_give_modules_their_own_bits_or_none(tmp_path: Path) -> None:
     """GPTQModel `dynamic`: one layer at 8 bits, one left plain; the rest of the config must not be applied to them."""
     eight, skipped = "model.layers.1.mlp.down_proj", "model.layers.2.self_attn.k_proj"
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "checkpoint_format": "gptq",
-              "dynamic": {r"+:.*\.1\.mlp\.down.*": {"bits": 8, "group_size": 96}, r"-:.*\.2\.self_attn\.k.*": {}}}  # fmt: skip
-    truth = write_model(tiny_model("llama"), tmp_path, Cell(), config=config,
-                        cells={eight: Cell(bits=8, group_size=96), skipped: None})  # fmt: skip
+    config = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "sym": False,
+        "checkpoint_format": "gptq",
+        "dynamic": {r"+:.*\.1\.mlp\.down.*": {"bits": 8, "group_size": 96}, r"-:.*\.2\.self_attn\.k.*": {}},
+    }
+    truth = write_model(
+        tiny_model("llama"), tmp_path, Cell(), config=config, cells={eight: Cell(bits=8, group_size=96), skipped: None}
+    )
     loaded = _load(tmp_path)
     assert loaded.get_submodule(eight).layout.bits == 8
     assert isinstance(loaded.get_submodule(skipped), torch.nn.Linear)
@@ -128,7 +157,9 @@ def test_dynamic_rules_give_modules_their_own_bits_or_none(tmp_path: Path) -> No
 
 
 def test_wrong_bits_in_the_config_are_an_error(tmp_path: Path) -> None:
-    write_model(tiny_model("llama"), tmp_path, Cell(bits=8), config={"quant_method": "gptq", "bits": 4, "group_size": 32})
+    write_model(
+        tiny_model("llama"), tmp_path, Cell(bits=8), config={"quant_method": "gptq", "bits": 4, "group_size": 32}
+    )
     with pytest.raises(ValueError, match=r"self_attn.*quantization_config says 4 bits, the tensors hold 8"):
         _load(tmp_path)
 
@@ -161,20 +192,27 @@ def _fp8_model(folder: Path, grain: str, static: bool = False) -> tuple[PreTrain
         dense[name] = (codes.float() * scale[:, None, :, None]).view(n, k)
         base = name.removesuffix(".weight")
         state[name] = codes.view(n, k)
-        state[f"{base}.weight_scale{'_inv' if grain == 'block' else ''}"] = scale.view(1) if grain == "tensor" else scale
+        state[f"{base}.weight_scale{'_inv' if grain == 'block' else ''}"] = (
+            scale.view(1) if grain == "tensor" else scale
+        )
         if static:
             state[f"{base}.input_scale"] = torch.tensor([0.02])
     config: dict[str, object] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}
     if grain != "block":
-        group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"},
-                 "input_activations": {"dynamic": not static} if static or grain == "channel" else None}  # fmt: skip
+        group = {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float"},
+            "input_activations": {"dynamic": not static} if static or grain == "channel" else None,
+        }
         config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": group}}
     save_files(folder, state, model.config.to_dict(), config)
     save_files(folder / "dense", dense, model.config.to_dict(), None)
     return _load(folder / "dense"), config
 
 
-@pytest.mark.parametrize(("grain", "static"), [("tensor", False), ("tensor", True), ("channel", False), ("block", False)])
+@pytest.mark.parametrize(
+    ("grain", "static"), [("tensor", False), ("tensor", True), ("channel", False), ("block", False)]
+)
 def test_fp8_files_answer_within_the_step_of_their_activations(grain: str, static: bool, tmp_path: Path) -> None:
     """Per tensor, per channel and 128x128-style blocks; activations static, dynamic or left alone."""
     truth, _ = _fp8_model(tmp_path, grain, static)
@@ -216,7 +254,9 @@ def test_fp8_experts_load_stacked(tmp_path: Path) -> None:
 def test_one_missing_expert_is_an_error_and_not_a_random_one(tmp_path: Path) -> None:
     write_model(tiny_model("mixtral"), tmp_path, AWQ)
     state = load_file(tmp_path / "model.safetensors")
-    save_file({k: v for k, v in state.items() if ".1.block_sparse_moe.experts.2.w3." not in k}, tmp_path / "model.safetensors")
+    save_file(
+        {k: v for k, v in state.items() if ".1.block_sparse_moe.experts.2.w3." not in k}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.2\.w3 are missing: expected 4 experts"):
         _load(tmp_path)
 
@@ -270,8 +310,11 @@ def test_bad_values_name_their_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), -1.0])
 def test_impossible_kv_scales_are_an_error(value: float, tmp_path: Path) -> None:
-    extra = {f"model.layers.{i}.self_attn.{s}_scale": torch.tensor([value if (i, s) == (1, "v") else 0.1])
-             for i in range(3) for s in "kv"}  # fmt: skip
+    extra = {
+        f"model.layers.{i}.self_attn.{s}_scale": torch.tensor([value if (i, s) == (1, "v") else 0.1])
+        for i in range(3)
+        for s in "kv"
+    }
     write_model(tiny_model("llama"), tmp_path, Cell(kind="compressed"), extra=extra)
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.v_scale: expected a KV-cache scale > 0"):
         _load(tmp_path)
@@ -286,7 +329,9 @@ def test_kv_scales_of_exactly_one_are_reported(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_a_loaded_model_can_be_copied_moved_and_restored(tmp_path: Path) -> None:
-    """The engine runs a deep copy that shares parameters and buffers: a tensor hidden elsewhere would be doubled or lost."""
+    """The engine runs a deep copy that shares parameters and buffers: a tensor hidden elsewhere would be doubled or
+    lost.
+    """
     truth = write_model(tiny_model("llama"), tmp_path, GPTQ)
     loaded = _load(tmp_path)
     shared = {id(value): value for value in [*loaded.parameters(), *loaded.buffers()]}
@@ -319,8 +364,15 @@ def test_layers_can_be_offloaded(place: str, tmp_path: Path) -> None:
     if first == "meta":
         device_map: dict[str, str] = {"": "cpu"}
     else:
-        device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
-                      "model.layers.2": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+        device_map = {
+            "model.embed_tokens": "cpu",
+            "model.layers.0": "cpu",
+            "model.layers.1": "disk",
+            "model.layers.2": "disk",
+            "model.norm": "cpu",
+            "model.rotary_emb": "cpu",
+            "lm_head": "cpu",
+        }
     loaded = _load(tmp_path, device_map=device_map, offload_folder=str(tmp_path / "offload"))
     assert _error(loaded, truth) < EXACT
     loaded.save_pretrained(tmp_path / "again")
@@ -342,10 +394,19 @@ def test_registration_is_reversible_and_leaves_calibration_to_transformers() -> 
     registry.register()
 
 
-@pytest.mark.parametrize("options", [{"version": "GEMM"}, {"w_bit": 4, "q_group_size": 32, "bits": None}, {"backend": "autoawq"}])
+@pytest.mark.parametrize(
+    "options", [{"version": "GEMM"}, {"w_bit": 4, "q_group_size": 32, "bits": None}, {"backend": "autoawq"}]
+)
 def test_old_and_odd_awq_configs_are_read(options: dict[str, object], tmp_path: Path) -> None:
     """transformers 27318: `version: "GEMM"` in capitals was refused."""
-    base = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "exllama_config": None, "do_fuse": True}
+    base = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": True,
+        "exllama_config": None,
+        "do_fuse": True,
+    }
     truth = write_model(tiny_model("llama"), tmp_path, AWQ, config={**base, **options})
     assert _error(_load(tmp_path), truth) < EXACT
 
@@ -374,7 +435,9 @@ def test_input_sizes_that_fill_no_tile_load(k: int) -> None:
 
 
 def test_the_cpu_paths_agree(tmp_path: Path) -> None:
-    """bf16 goes to torch's int4 kernel for few rows, to a plain copy for many, and with cpu_cache off to the definition."""
+    """bf16 goes to torch's int4 kernel for few rows, to a plain copy for many, and with cpu_cache off to the
+    definition.
+    """
     weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(0)) / 11
     integers = quantize(weight, Cell(group_size=64, act_order=True))
     tensors = pack_linear(Cell(), integers)

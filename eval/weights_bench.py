@@ -1,0 +1,190 @@
+"""Time the packed-weight GEMM of one GPU against its measured read bandwidth and against cuBLAS in the same run.
+
+    python -m hf_paged.eval.weights_bench                              # the table of docs/performance.md
+    python -m hf_paged.eval.weights_bench --shapes 57344x8192 --rows 1,8,16 --sweep
+    python -m hf_paged.eval.weights_bench --zeros --dtype fp16         # AWQ
+    python -m hf_paged.eval.weights_bench --act-order                  # the activation gather in the kernel
+
+Calls of a captured graph rotate over as many copies of the weight as exceed the L2 cache four times; a figure is the
+median over replays. The roof is max(bytes / read bandwidth, FLOPs / measured matrix rate), where bytes are the packed
+weight, its scales and zeros, and the activations in and out, each once. Prints a table, then one JSON line per row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_paged.eval.kernels_bench import graph_time, read_bandwidth
+from hf_paged.kernels.packed_linear import MAX_FUSED_ROWS, lock_count, multiprocessors
+from hf_paged.kernels.packed_weight import PackedWeight, field_bits, packed_shape, tile_k
+from hf_paged.kernels.w4a16 import w4a16
+from hf_paged.kernels.w4a16_tiles import Tiles, choose_tiles
+from hf_paged.kernels.weight_dequantize import dequantize
+
+SHAPES = "12288x4096,22016x4096,4096x11008,10240x8192,57344x8192,8192x28672,4096x4096,8192x8192"  # N x K
+ROWS = "1,4,8,16,32,64,128,256,512,2048,8192"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ROTATED_BYTES = 4 * 60_000_000
+
+
+def random_weight(n: int, k: int, args: argparse.Namespace) -> PackedWeight:
+    """Random words: every bit pattern is a weight."""
+    group = k if args.group == -1 else args.group
+    field = field_bits(args.bits)
+    words = torch.randint(-(2**31), 2**31, packed_shape(k, n, field), dtype=torch.int32, device="cuda")
+    zeros = torch.randint(0, 1 << args.bits, (k // group, n), dtype=torch.uint8, device="cuda") if args.zeros else None
+    return PackedWeight(
+        packed=words,
+        scales=torch.rand((k // group, n), device="cuda").half() / 100,
+        zeros=zeros,
+        perm=torch.randperm(k, device="cuda").to(torch.int32) if args.act_order else None,
+        field_bits=field,
+        code_bits=args.bits,
+        group_size=group,
+        in_features=k,
+        out_features=n,
+    )
+
+
+def weight_bytes(weight: PackedWeight) -> int:
+    parts = [weight.packed, weight.scales, weight.zeros, weight.perm]
+    return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def matrix_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of a large cuBLAS product."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=dtype)
+    return 2 * 8192**3 / graph_time([partial(torch.matmul, a, a)])
+
+
+def variants(m: int, n: int, tiles: int, programs: int) -> Iterator[Tiles]:
+    """Launches worth trying for this shape."""
+    blocks_m = [block for block in (8, 16, 32, 64, 128, 256) if m <= 8 * block and (block < 2 * m or block == 8)]
+    for block_m, block_n, split, warps, stages, scale in itertools.product(
+        blocks_m, (64, 128, 256), (1, 2, 4, 8, 16), (4, 8), (3, 4, 6, 8), (False, True)
+    ):
+        programs_made = -(-n // block_n) * -(-m // block_m) * split
+        if tiles < 2 * split or (split > 1 and programs_made > 12 * programs) or block_m * block_n > 128 * 256:
+            continue
+        if (scale and m < 32) or (not scale and m > 64) or (block_n == 64 and warps == 8):
+            continue
+        yield Tiles(
+            block_m=block_m, block_n=block_n, split_k=split, scale_weights=scale, num_warps=warps, num_stages=stages
+        )
+
+
+def bench_shape(n: int, k: int, args: argparse.Namespace, bandwidth: float, rate: float) -> list[dict[str, Any]]:
+    dtype = DTYPES[args.dtype]
+    first = random_weight(n, k, args)
+    copies = max(2, -(-ROTATED_BYTES // weight_bytes(first)))
+    weights = [first, *(random_weight(n, k, args) for _ in range(copies - 1))]
+    dense = [torch.randn((n, k), device="cuda", dtype=dtype) for _ in range(max(2, -(-ROTATED_BYTES // (2 * n * k))))]
+    locks = torch.zeros(lock_count(n), dtype=torch.int32, device="cuda")
+    rows = []
+    for m in (int(rows) for rows in args.rows.split(",")):
+        x = torch.randn((m, k), device="cuda", dtype=dtype)
+        roof = max((weight_bytes(first) + 2 * m * (n + k)) / bandwidth, 2 * m * n * k / rate)
+        row = {
+            "n": n,
+            "k": k,
+            "m": m,
+            "bits": args.bits,
+            "group": args.group,
+            "zeros": args.zeros,
+            "dtype": args.dtype,
+            "act_order": args.act_order,
+            "roof_us": roof * 1e6,
+        }
+        row["cublas_us"] = graph_time([partial(torch.nn.functional.linear, x, weight) for weight in dense]) * 1e6
+        row["dequantize_us"] = graph_time([partial(_dequantized, x, weight) for weight in weights]) * 1e6
+        if m <= args.max_fused:
+            row |= fused(x, weights, locks, args)
+        best = min(row.get("fused_us", float("inf")), row["dequantize_us"])
+        row["percent"] = 100 * row["roof_us"] / best
+        rows.append(row)
+        print_row(row)
+    return rows
+
+
+def _dequantized(x: Tensor, weight: PackedWeight) -> Tensor:
+    gathered = x if weight.perm is None else x.index_select(1, weight.perm)
+    return torch.nn.functional.linear(gathered, dequantize(weight, x.dtype))
+
+
+def fused(x: Tensor, weights: list[PackedWeight], locks: Tensor, args: argparse.Namespace) -> dict[str, Any]:
+    """The fused kernel with its own launch, and with `--sweep` the best of all variants."""
+    n, tiles, programs = weights[0].out_features, weights[0].packed.shape[1], multiprocessors(0)
+
+    def seconds(launch: Tiles) -> float:
+        calls: list[Callable[[], object]] = [partial(w4a16, x, weight, None, locks, launch) for weight in weights]
+        return graph_time(calls)
+
+    default = choose_tiles(x.shape[0], n, tiles, programs)
+    found: dict[str, Any] = {"fused_us": seconds(default) * 1e6, "tiles": str(default)}
+    if args.sweep:
+        timed = []
+        for launch in variants(x.shape[0], n, tiles, programs):
+            blocks = -(-n // launch.block_n) * -(-x.shape[0] // launch.block_m)
+            if launch.split_k > 1 and blocks > locks.numel():
+                continue
+            try:
+                timed.append((seconds(launch), str(launch)))
+            except (RuntimeError, torch.AcceleratorError) as error:  # too much shared memory or too many registers
+                if "out of resource" not in str(error):
+                    raise
+        for time, launch_text in sorted(timed)[: args.show]:
+            print(f"    {time * 1e6:9.1f} us  {launch_text}", flush=True)
+        found |= {"best_us": min(timed)[0] * 1e6, "best_tiles": min(timed)[1]}
+    return found
+
+
+def print_row(row: dict[str, Any]) -> None:
+    swept = f" best {row['best_us']:9.1f}" if "best_us" in row else ""
+    ours = f"{row['fused_us']:9.1f}" if "fused_us" in row else " " * 9
+    print(
+        f"{row['n']:6} x {row['k']:<6} m {row['m']:<5} roof {row['roof_us']:8.1f} fused {ours}{swept} "
+        f"dequantize+cuBLAS {row['dequantize_us']:9.1f} cuBLAS {row['cublas_us']:9.1f} us "
+        f"{row['percent']:5.1f}% of the roof",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=SHAPES, help="N x K of the weights, comma separated")
+    parser.add_argument("--rows", default=ROWS, help="rows of activations, comma separated")
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--group", type=int, default=128)
+    parser.add_argument("--zeros", action="store_true", help="with zero points (AWQ, asymmetric GPTQ)")
+    parser.add_argument("--act-order", action="store_true")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
+    parser.add_argument(
+        "--max-fused", type=int, default=max(MAX_FUSED_ROWS, 512), help="most rows for the fused kernel"
+    )
+    parser.add_argument("--sweep", action="store_true", help="try other launches too")
+    parser.add_argument("--show", type=int, default=5, help="launches to print per row with --sweep")
+    args = parser.parse_args()
+    bandwidth, rate = read_bandwidth() * 1e12, matrix_rate(DTYPES[args.dtype])
+    print(
+        f"{torch.cuda.get_device_name()}: read {bandwidth / 1e12:.3f} TB/s, cuBLAS {rate / 1e12:.0f} TFLOP/s; "
+        f"{args.bits} bits, tile of {tile_k(field_bits(args.bits))} channels"
+    )
+    rows: list[dict[str, Any]] = []
+    for shape in args.shapes.split(","):
+        n, k = (int(size) for size in shape.split("x"))
+        rows += bench_shape(n, k, args, bandwidth, rate)
+        torch.cuda.empty_cache()
+    for row in rows:
+        print(json.dumps(row | {"read_tb_s": bandwidth / 1e12, "tflop_s": rate / 1e12}))
+
+
+if __name__ == "__main__":
+    main()
