@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from hf_paged.config import EngineConfig, KVGroup
 from hf_paged.fusion import fuse, not_fused
 from hf_paged.kernels.rng import derive_seed
+from hf_paged.key_ranges import warn_of_uneven_keys
 from hf_paged.kv_cache import KVCache, layer_formats
 from hf_paged.layer_probe import LayerSpec, probe_layers
 from hf_paged.logprobs import LogprobsTensors, prompt_logprobs
@@ -81,9 +82,10 @@ class Engine:
     ) -> None:
         view = build_view(model)
         specs = probe_layers(view)
+        formats = layer_formats(specs, config.kv_cache_dtype, config.skip_layers)
+        warn_of_uneven_keys(view, specs, formats)
         self.fusion = fuse(view) if _wants_fusion(config, specs) else not_fused("off for this device or by fuse=False")
         logger.info("fusion: %s", self.fusion)
-        formats = layer_formats(specs, config.kv_cache_dtype, config.skip_layers)
         self.max_model_len = resolve_max_model_len(config, view)
         empty = KVCache(specs, formats, num_blocks=0, block_size=config.block_size)
         if config.num_blocks is None and pool_tokens is not None:

@@ -1,9 +1,8 @@
 """Run the model over the tokens of one scheduled step: store their keys and values, return the wanted logits.
 
 The model is an ordinary Transformers model seen through `model_view.py`. All tokens of a step form one packed row
-`[1, num_tokens]`; attention finds its pages through the `StepContext` passed down as a keyword. Nothing here waits
-for the
-device: a token sampled by an earlier step is read from `last_token` where it was sampled.
+`[1, num_tokens]`; attention finds its pages through the `StepContext` passed down as a keyword. Nothing here waits for
+the device: a token sampled by an earlier step is read from `last_token` where it was sampled.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall, no_mask
+from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall, AttentionContext, no_mask
 from hf_paged.config import EngineConfig
 from hf_paged.cuda_graph import DecodeGraphs
 from hf_paged.fused_modules import RotaryCall, RotaryContext
@@ -97,7 +96,6 @@ class ModelRunner:
             config, num_groups=len(kv_cache.groups), max_model_len=max_model_len, device=self.device
         )
         self.last_token = torch.zeros(config.max_num_seqs, dtype=torch.long, device=self.device)
-        self._no_mask = no_mask(self.device)
         wanted = config.cuda_graphs is True or (config.cuda_graphs == "auto" and self.device.type == "cuda")
         self.graphs: DecodeGraphs | None = None
         if wanted:
@@ -136,17 +134,31 @@ class ModelRunner:
         """One forward of the model: [num_logits, vocab] logits."""
         known = inputs.input_ids >= 0
         input_ids = torch.where(known, inputs.input_ids, self.last_token[inputs.token_rows])
-        context: dict[str, Any] = {CONTEXT_KEYWORD: StepContext(self.kv_cache, inputs.metadata)}
-        output = self.view(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=inputs.positions.unsqueeze(0),
-            attention_mask=self._no_mask,
-            use_cache=False,
+        context = StepContext(self.kv_cache, inputs.metadata)
+        return run_view(
+            self.view,
+            input_ids.unsqueeze(0),
+            inputs.positions.unsqueeze(0),
+            context,
             logits_to_keep=inputs.logits_index,
-            **context,
         )
-        logits: Tensor = output.logits[0]
-        return logits
+
+
+def run_view(
+    view: PreTrainedModel, input_ids: Tensor, positions: Tensor, context: AttentionContext, *, logits_to_keep: Tensor
+) -> Tensor:
+    """One forward of packed tokens `[1, num_tokens]` whose attention is `context`: [num_logits, vocab] logits."""
+    keywords: dict[str, Any] = {CONTEXT_KEYWORD: context}
+    output = view(
+        input_ids=input_ids,
+        position_ids=positions,
+        attention_mask=no_mask(input_ids.device),
+        use_cache=False,
+        logits_to_keep=logits_to_keep,
+        **keywords,
+    )
+    logits: Tensor = output.logits[0]
+    return logits
 
 
 @dataclass(frozen=True, kw_only=True)
