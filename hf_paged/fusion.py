@@ -115,6 +115,8 @@ class _Pass:
             elif call.children and not is_norm_candidate(call.module):
                 self._try("MLP", call, self._mlp, quiet=call.module not in sub_layers)
         self._hand_norms_on()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what the joined weights left behind is for the KV cache
         return FusionReport(
             components=tuple(
                 ComponentReport(name=name, fused=self._fused[name], kept=dict(self._kept[name]))

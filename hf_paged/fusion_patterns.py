@@ -164,7 +164,7 @@ def recognise_attention(
     projections: Projections
     reason = None
     if len(inputs) == 3:
-        projections, reason = join([child.module for child in inputs], shared)
+        projections, reason = join([child.module for child in inputs], shared, beside=last.module)
     elif interleaved_heads:
         projections = SplitLinear(inputs[0].module, [inputs[0].output.shape[-1]])
     else:

@@ -22,11 +22,15 @@ Projections = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 class JoinedLinear:
-    """One product for several `nn.Linear` of one input."""
+    """One product for several `nn.Linear` of one input.
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    `beside` is a weight that loaders put between theirs (the output projection between K and Q, by name): it is moved
+    along, so that the joined weight fits the room that its parts leave and device memory does not fill with holes.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear], beside: Tensor | None = None) -> None:
         self._sizes = [linear.out_features for linear in linears]
-        self._weight = join_parameters([linear.weight for linear in linears])
+        self._weight = join_parameters([linear.weight for linear in linears], beside)
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self._bias = join_parameters(biases) if biases else None
 
@@ -56,11 +60,14 @@ class SplitLinear:
         return parts
 
 
-def join(modules: Sequence[nn.Module], shared: set[int]) -> tuple[Projections, str | None]:
+def join(
+    modules: Sequence[nn.Module], shared: set[int], beside: nn.Module | None = None
+) -> tuple[Projections, str | None]:
     """The projections of `modules`, joined where possible, and the reason where not.
 
     Args:
         shared: ids of parameters that more than one module uses; those cannot be rows of two weights.
+        beside: a module whose weight lies between theirs in memory, see `JoinedLinear`.
     """
     packed = [module for module in modules if type(module) is PackedLinear]
     reason = _shared_obstacle(modules, shared) or (packed_obstacle(modules) if packed else _obstacle(modules))
@@ -70,7 +77,9 @@ def join(modules: Sequence[nn.Module], shared: set[int]) -> tuple[Projections, s
         return SeparateLinears(modules), "packed weights are joined on CUDA only: each keeps a plain copy on a CPU"
     if packed:
         return JoinedPackedLinear(packed, join_parameters), None
-    return JoinedLinear([module for module in modules if isinstance(module, nn.Linear)]), None
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    movable = isinstance(beside, nn.Linear) and _shared_obstacle([beside], shared) is None
+    return JoinedLinear(linears, beside.get_parameter("weight") if beside is not None and movable else None), None
 
 
 def _shared_obstacle(modules: Sequence[nn.Module], shared: set[int]) -> str | None:
@@ -110,14 +119,25 @@ def wrapped(module: nn.Module) -> str | None:
     return None
 
 
-def join_parameters(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor whose rows are those of all parameters; their data become slices of it, bit for bit."""
+def join_parameters(parameters: Sequence[Tensor], beside: Tensor | None = None) -> Tensor:
+    """One tensor whose rows are those of all parameters; their data become slices of it, bit for bit.
+
+    At no time is a parameter without its values. On a GPU the parts first step aside, `beside` with them, so that the
+    allocator can put the joined tensor where they were.
+    """
     first = parameters[0].data
     rows = [parameter.shape[0] for parameter in parameters]
     shape = (sum(rows), *first.shape[1:])
     if _adjacent(parameters):  # joined before, for an earlier view of the same model
         return first.as_strided(shape, first.stride(), first.storage_offset())
+    moved = [*parameters, beside] if beside is not None else list(parameters)
+    if first.is_cuda:
+        del first
+        for parameter in moved:
+            parameter.data = parameter.data.clone()
     joined = torch.cat([parameter.data for parameter in parameters])
+    if joined.is_cuda and beside is not None:
+        beside.data = beside.data.clone()
     for parameter, part in zip(parameters, joined.split(rows), strict=True):
         parameter.data = part
     return joined

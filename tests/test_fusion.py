@@ -376,6 +376,22 @@ def test_a_fused_engine_generates_the_same_tokens_on_the_gpu(family: str) -> Non
 
 
 @pytest.mark.gpu
+def test_joining_weights_leaves_no_holes_in_device_memory() -> None:
+    """`from_pretrained` carves all weights out of one allocation: what fits no hole there costs KV blocks."""
+    model = tiny_model("llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=12)
+    size = sum(parameter.numel() * 4 for parameter in model.parameters())
+    torch.cuda.empty_cache()
+    arena = torch.empty(size + (64 << 20), dtype=torch.uint8, device="cuda")
+    del arena
+    model.cuda()
+    before = torch.cuda.memory_reserved()
+    view, report = fused_view(model)
+    layer = sum(parameter.numel() * 4 for parameter in view.model.layers[0].parameters())
+    assert report.component("joined projections").fused == 24
+    assert torch.cuda.memory_reserved() - before <= 2 * layer
+
+
+@pytest.mark.gpu
 def test_a_fused_decode_step_takes_ten_kernels_a_layer() -> None:
     """Two norms with residual, QKV, RoPE and write, attention and its reduction, output, gate-up, act, down."""
     counts = []
