@@ -4,17 +4,10 @@ Two ways, one store. *Free running*: greedy without processors or criteria of th
 rows are requests, each at its own pace, asynchronously. *Lockstep*: with a logits processor, a stopping criterion or
 sampling, all rows take their next token together, so that processors see the padded `[rows, columns]` matrix, criteria
 see every row, and one multinomial over all rows draws what dense generate draws under the same torch seed.
-
-The engine of a model is kept while the model lives, sized by the largest call so far: a second call captures and
-compiles nothing. It is rebuilt when the model changed, and cached prefixes never outlive a call: weights may have been
-written in place since.
 """
 
 from __future__ import annotations
 
-import math
-import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,11 +19,10 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from hf_paged.config import EngineConfig
 from hf_paged.engine import Engine
-from hf_paged.model_view import ModelFingerprint
+from hf_paged.engine_registry import ENGINES
 from hf_paged.request import FinishReason, Request
 from hf_paged.sampling_params import SamplingParams
 
-_LENGTH_STEP = 1024  # engines are sized to multiples of this many tokens, so that similar calls share one
 _LOCKSTEP_EOS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
 
 
@@ -58,7 +50,7 @@ def generate_with_engine(
     """
     prompts = _prompts(input_ids, attention_mask)
     limit = int(generation_config.max_length)
-    with _ENGINES.lease(model, cache_config, num_rows=len(prompts), max_length=limit) as engine:
+    with ENGINES.lease(model, cache_config, num_rows=len(prompts), max_length=limit) as engine:
         if _is_plain(logits_processor, stopping_criteria, generation_config):
             eos = _token_set(generation_config._eos_token_tensor)
             rows = _run_free(engine, prompts, limit - input_ids.shape[1], eos, streamer)
@@ -220,96 +212,3 @@ class _Lockstep:
             if not lives:
                 scheduler.finish(request, FinishReason.STOP)
         return any(not request.is_finished for request in self._requests)
-
-
-class _EngineSlot:
-    """The engine of one model, one call at a time."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.structure: int | None = None
-        self.wanted: EngineConfig | None = None
-        self.engine: Engine | None = None
-
-
-class _Lease:
-    def __init__(self, slot: _EngineSlot, prepare: Callable[[], Engine]) -> None:
-        self._slot = slot
-        self._prepare = prepare
-
-    def __enter__(self) -> Engine:
-        self._slot.lock.acquire()
-        try:
-            return self._prepare()
-        except BaseException:
-            self._slot.lock.release()
-            raise
-
-    def __exit__(self, *exc: object) -> None:
-        self._slot.lock.release()
-
-
-class EngineRegistry:
-    """Engines of living models, held no longer than the models are."""
-
-    def __init__(self) -> None:
-        self._slots: weakref.WeakKeyDictionary[PreTrainedModel, _EngineSlot] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    def lease(self, model: PreTrainedModel, config: EngineConfig, *, num_rows: int, max_length: int) -> _Lease:
-        """The model's engine, large enough for this call, for the duration of a `with` block."""
-        with self._lock:
-            slot = self._slots.setdefault(model, _EngineSlot())
-        return _Lease(slot, lambda: self._prepare(slot, model, config, num_rows, max_length))
-
-    def drop(self, model: PreTrainedModel) -> None:
-        """Free the model's engine and its blocks."""
-        with self._lock:
-            self._slots.pop(model, None)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._slots.clear()
-
-    def _prepare(
-        self, slot: _EngineSlot, model: PreTrainedModel, config: EngineConfig, num_rows: int, max_length: int
-    ) -> Engine:
-        structure = ModelFingerprint(model).structure
-        engine = slot.engine
-        if engine is None or slot.structure != structure or slot.wanted != config:
-            engine = None
-        if engine is None or not _is_large_enough(engine, config, num_rows, max_length):
-            slot.engine = None  # its blocks are free before the new ones are taken
-            slot.engine = engine = _new_engine(model, config, engine, num_rows, max_length)
-            slot.structure, slot.wanted = ModelFingerprint(model).structure, config  # fusion moves weights together
-        engine.scheduler.reset_prefix_cache()
-        return engine
-
-
-def _pool_tokens(config: EngineConfig, num_rows: int, max_length: int) -> int:
-    return num_rows * math.ceil(max_length / config.block_size) * config.block_size
-
-
-def _is_large_enough(engine: Engine, config: EngineConfig, num_rows: int, max_length: int) -> bool:
-    groups = len(engine.kv_cache.groups)
-    held = (engine.kv_cache.num_blocks - 1) // groups * config.block_size
-    return (
-        engine.config.max_num_seqs >= num_rows
-        and engine.max_model_len >= max_length
-        and (config.num_blocks is not None or held >= _pool_tokens(config, num_rows, max_length))
-    )
-
-
-def _new_engine(
-    model: PreTrainedModel, config: EngineConfig, previous: Engine | None, num_rows: int, max_length: int
-) -> Engine:
-    """An engine for the call's sizes, or the previous engine's where those were larger."""
-    length = math.ceil(max_length / _LENGTH_STEP) * _LENGTH_STEP
-    if previous is not None:
-        num_rows = max(num_rows, previous.config.max_num_seqs)
-        length = max(length, previous.max_model_len)
-    sized = replace(config, max_num_seqs=num_rows, max_model_len=length)
-    return Engine(model, sized, pool_tokens=_pool_tokens(config, num_rows, max_length))
-
-
-_ENGINES = EngineRegistry()

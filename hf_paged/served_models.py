@@ -59,6 +59,6 @@ def _probe_keywords(view: PreTrainedModel) -> bool:
 def forget_models() -> None:
     """Drop every view and engine, as if no paged call had been made."""
     _VIEWS.clear()
-    engines = sys.modules.get("hf_paged.engine_generation")
+    engines = sys.modules.get("hf_paged.engine_registry")
     if engines is not None:
-        engines._ENGINES.clear()
+        engines.ENGINES.clear()

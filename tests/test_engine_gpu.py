@@ -1,0 +1,154 @@
+"""The engine on a GPU: graphs, fusion and asynchronous steps change how a step runs, never what it gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_paged import LLM, SamplingParams
+from hf_paged.engine_registry import ENGINES
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (5, 40, 1000, 33, 1, 640, 129, 64, 7, 2)
+FORMATS = ("auto", "int8", "fp8")
+
+
+def llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Small, but of a shape that every kernel serves: head_dim 64, GQA 4."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=1000,
+        initializer_range=0.08,
+        max_position_embeddings=8192,
+    )
+    return LlamaForCausalLM(config).eval().to("cuda", dtype)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return llama()
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 1000, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def run(model: LlamaForCausalLM, max_tokens: int = 60, **options: object) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    llm = LLM(model, **{"num_blocks": 400, "max_model_len": 8192, **options})  # type: ignore[arg-type]  # mixed values
+    outputs = llm.generate(prompts(), params, use_tqdm=False)
+    llm.engine.scheduler.check_integrity()
+    assert all(o.error is None for o in outputs)
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def eager(model: LlamaForCausalLM) -> dict[str, list[list[int]]]:
+    """The plainest way: no graphs, no fusion, one step at a time."""
+    plain = {"cuda_graphs": False, "fuse": False, "async_scheduling": False}
+    return {kv: run(model, kv_cache_dtype=kv, **plain) for kv in FORMATS}
+
+
+def test_the_engine_gives_the_tokens_of_dense_generate(
+    model: LlamaForCausalLM, eager: dict[str, list[list[int]]]
+) -> None:
+    for prompt, got in zip(prompts(), eager["auto"], strict=True):
+        ids = torch.tensor([prompt], device="cuda")
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False, eos_token_id=None
+        )
+        assert got == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", FORMATS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fuse": False},
+        {"cuda_graphs": False},
+        {},
+        {"max_num_batched_tokens": 200},
+        {"block_size": 128, "num_blocks": 120},
+    ],
+    ids=["graphs", "fused", "everything", "chunked", "large-blocks"],
+)
+def test_graphs_fusion_and_chunks_change_no_token(
+    model: LlamaForCausalLM, eager: dict[str, list[list[int]]], kv_cache_dtype: str, options: dict[str, object]
+) -> None:
+    """graph == eager, fused == unfused, chunked == whole in fp32; lengths cross a graph bound of 1024."""
+    assert run(model, kv_cache_dtype=kv_cache_dtype, **options) == eager[kv_cache_dtype]
+
+
+@pytest.mark.parametrize("swap_space", [0.0, 0.5], ids=["recomputed", "swapped"])
+def test_preempted_requests_end_as_if_undisturbed(
+    model: LlamaForCausalLM, eager: dict[str, list[list[int]]], swap_space: float
+) -> None:
+    options = {"num_blocks": 45, "max_model_len": 1200, "swap_space": swap_space, "kv_cache_dtype": "int8"}
+    assert run(model, **options) == eager["int8"]
+
+
+def test_a_graph_that_one_batch_captured_serves_longer_sequences(model: LlamaForCausalLM) -> None:
+    """Lengths are read at replay; a value baked in at capture would show here."""
+    options = {"num_blocks": 400, "max_model_len": 8192, "kv_cache_dtype": "int8"}
+    graphs, plain = LLM(model, **options), LLM(model, cuda_graphs=False, **options)
+    for length in (3, 200, 900, 1500, 4000):
+        prompt = torch.randint(1, 1000, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+        params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        a, b = (x.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for x in (graphs, plain))
+        assert a == b
+
+
+def test_a_second_generate_captures_and_builds_nothing() -> None:
+    model = llama(torch.bfloat16)
+    ids = torch.randint(1, 1000, (16, 30), device="cuda")
+    call = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": "paged", "eos_token_id": None}
+    before = torch.cuda.memory_allocated()
+    first = model.generate(ids, attention_mask=torch.ones_like(ids), **call)
+    engine = ENGINES.engine_of(model)
+    assert engine is not None and engine.runner.graphs is not None
+    captured = engine.runner.graphs.num_captured
+    assert captured > 0
+    assert engine.kv_cache.num_bytes < 2 * 16 * 70 * engine.kv_cache.bytes_per_token, "sized by the call"
+    second = model.generate(ids, attention_mask=torch.ones_like(ids), **call)
+    assert torch.equal(first, second)
+    assert ENGINES.engine_of(model) is engine and engine.runner.graphs.num_captured == captured
+    del model, engine
+    assert torch.cuda.memory_allocated() <= before + (1 << 20), "the engine goes with the model"
+
+
+def test_sampled_tokens_are_those_of_dense_generate_under_a_seed(model: LlamaForCausalLM) -> None:
+    ids = torch.randint(1, 1000, (6, 30), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": True, "top_p": 0.9}
+    torch.manual_seed(7)
+    dense = [model.generate(ids, **call) for _ in range(2)]
+    torch.manual_seed(7)
+    paged = [model.generate(ids, cache_implementation="paged", **call) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(dense, paged, strict=True))
+
+
+def test_weights_moved_or_written_after_a_call_are_the_ones_used() -> None:
+    model = llama()
+    ids = torch.randint(1, 1000, (3, 20), device="cuda")
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+
+    def same() -> bool:
+        return torch.equal(model.generate(ids, **call), model.generate(ids, cache_implementation="paged", **call))
+
+    assert same()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    assert same()
+    model.to("cpu")
+    model.to("cuda")
+    assert same()
+    model.resize_token_embeddings(1100)
+    assert same()
