@@ -19,6 +19,7 @@ from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall, no_mask
 
 _NUM_TOKENS = 4
 _POSITIONS = 2048  # where the config states no limit
+_LARGEST = 3e4  # half of fp16's range
 
 
 @dataclass(eq=False)
@@ -101,6 +102,25 @@ def trace_forward(view: PreTrainedModel) -> TracedCall:
             handle.remove()
     assert recorder.root is not None
     return recorder.root
+
+
+def amplified(call: TracedCall, target: float) -> TracedCall:
+    """The module's own answer to the same hidden states, scaled until its first inner results reach about `target`.
+
+    A clamp (`clip_qkv`, SwiGLU limits) does nothing to ordinary values and would go unseen.
+    """
+    hidden: Tensor = call.input
+    inner = max(child.output.abs().max().item() for child in call.children if type(child.output) is Tensor)
+    gain = min(target / max(inner, 1e-3), _LARGEST / max(hidden.abs().max().item(), 1e-3))
+    louder = hidden * gain
+    args = (louder, *call.args[1:]) if call.args else ()
+    kwargs = call.kwargs if call.args else {**call.kwargs, "hidden_states": louder}
+    recorder = _Recorder()
+    again = TracedCall(call.module, call.name, args, kwargs)
+    recorder.stack.append(again)
+    context = {CONTEXT_KEYWORD: recorder} if call.attention is not None else {}
+    again.output = call.module(*args, **{**kwargs, **context})
+    return again
 
 
 def _entering(recorder: _Recorder, name: str) -> Any:

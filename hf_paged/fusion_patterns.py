@@ -289,7 +289,7 @@ def recognise_layer(call: TracedCall, norms: dict[nn.Module, RMSNorm]) -> FusedL
         raise NotFused("more norms than a layer of two sub-layers has")
     unknown = [type(c.module).__name__ for chain in chains for c in chain if c.module not in norms]
     if unknown:
-        raise NotFused(f"its norms are not RMSNorms but {unknown[0]}")
+        raise NotFused(f"its {unknown[0]} is not a fused RMSNorm")
     input_norm, post, middle, mlp_post = (chain[0] if chain else None for chain in chains)
     hidden = call.input + (attention_out if post is None else post.output)
     flow = (

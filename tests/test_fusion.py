@@ -12,7 +12,7 @@ import pytest
 import torch
 from model_zoo import FAMILIES, prompts, tiny_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from hf_paged import LLM, SamplingParams
@@ -251,6 +251,11 @@ class ClampedMLP(LlamaMLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(max=0.5))
 
 
+class LimitedMLP(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(-20, 20))
+
+
 class ShiftedNorm(LlamaRMSNorm):
     """eps outside the root: differs only for tiny rows."""
 
@@ -277,6 +282,26 @@ def test_a_module_that_looks_alike_and_computes_something_else_is_kept(
     assert sum(report.component(component).kept.values()) == 1
     assert reason in next(iter(report.component(component).kept))
     assert_same_logits(step_logits(view), expected)
+
+
+@pytest.mark.parametrize("clip", [None, 30.0])
+def test_a_clamp_that_ordinary_values_never_meet_is_found(clip: float | None) -> None:
+    """OLMo clips Q, K and V of rare outlier tokens; on everything else it is the pattern that is fused."""
+    config = AutoConfig.for_model(
+        "olmo", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=96,
+        clip_qkv=clip,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    view, report = fused_view(model)
+    assert report.component("attention").fused == (2 if clip is None else 0)
+    assert_same_logits(step_logits(view), step_logits(build_view(model)))
+
+
+def test_an_mlp_limit_that_ordinary_values_never_meet_is_found() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.__class__ = LimitedMLP
+    assert sum(fused_view(model)[1].component("MLP").kept.values()) == 1
 
 
 def test_hooked_modules_are_called_and_their_hooks_run() -> None:
