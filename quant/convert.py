@@ -15,6 +15,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from hf_paged.quant import formats
 from hf_paged.quant.experts import PROJECTIONS, Fp8Stack, PackedStack
 from hf_paged.quant.fp8 import FP8_SUFFIXES
+from hf_paged.quant.header import torch_dtype
 from hf_paged.quant.layout import PACKED_SUFFIXES
 from hf_paged.quant.linear import PackedLinear, packed_parameters
 
@@ -47,10 +48,14 @@ class Repack(ConversionOps):
         return out
 
     def _parameters(self, name: str, module: nn.Module, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor | None]:
+        assert isinstance(module, (PackedLinear, PackedStack, Fp8Stack)), type(module)
+        for suffix, values in tensors.items():
+            dtype = torch_dtype(module.layout.tensors[suffix].dtype)
+            # Transformers casts what it streams; which dtype it asks for has changed between its releases
+            assert all(value.dtype == dtype for value in values), f"{name}.{suffix} arrived as {values[0].dtype}"
         try:
             if isinstance(module, (PackedStack, Fp8Stack)):
                 return module.read(name, tensors)
-            assert isinstance(module, PackedLinear), type(module)
             one = {suffix: values[0] for suffix, values in tensors.items()}
             return packed_parameters(formats.read(name, module.layout, one))
         except ValueError as error:

@@ -21,7 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_paged.quant.check import check_kernels, check_values
 from hf_paged.quant.config import CheckpointConfig
-from hf_paged.quant.convert import converters
+from hf_paged.quant.convert import Repack, converters
 from hf_paged.quant.experts import Fp8Stack, PackedExperts, PackedStack
 from hf_paged.quant.fp8 import Fp8Layout, Fp8Linear
 from hf_paged.quant.header import Header, read_header, torch_dtype
@@ -115,11 +115,21 @@ class CheckpointLoader(HfQuantizer):
             check_kernels(model)
         logger.info("%d packed linears, %d expert layers", len(self.plan.linears), len(self.plan.experts))
 
-    def update_weight_conversions(self, weight_conversions: list[WeightTransform]) -> list[WeightTransform]:
+    def update_weight_conversions(
+        self, weight_conversions: list[WeightTransform], *args: Any, **kwargs: Any
+    ) -> list[WeightTransform]:
         fp8 = any(
             isinstance(layout, Fp8Layout) for plan in self.plan.experts.values() for layout in plan.layouts.values()
         )
         return [*converters(self.problems, fp8_experts=fp8), *weight_conversions]
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Asked by Transformers >= 5.23 for each tensor; None keeps the file's dtype. What is repacked keeps it: all
+        tensors of a module arrive under the name of its packed words, and its scales would be cast to int32."""
+        if any(isinstance(operation, Repack) for operation in getattr(converter, "operations", ())):
+            return None
+        name = param.get_dtype() if hasattr(param, "get_dtype") else str(param.dtype).removeprefix("torch.")
+        return dtype if name.upper().startswith(("F", "B")) and name != "BOOL" else None
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The state dict in the layout of the files this model came from, packed tensors on the CPU."""

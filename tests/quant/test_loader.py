@@ -1,24 +1,19 @@
-"""`from_pretrained` on quantized files of every family and arrangement, and the errors of files that cannot be used."""
+"""`from_pretrained` on quantized files of every family, head, expert and place."""
 
 from __future__ import annotations
 
 import copy
 import json
-import logging
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from model_zoo import tiny_model
 from quant_files import Cell, pack_linear, quantize, random_integers, save_files, write_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.quantizers import auto
 
-from hf_paged.quant import registry
-from hf_paged.quant.config import GPTQConfig
 from hf_paged.quant.experts import PackedExperts
 from hf_paged.quant.formats import read
 from hf_paged.quant.fp8 import Fp8Linear
@@ -98,28 +93,6 @@ def test_a_family_answers_as_its_dequantized_self_and_saves_back(family: str, ce
     assert _error(_load(tmp_path / "again", **attention), truth) < EXACT
 
 
-def test_no_quantization_package_is_needed(tmp_path: Path) -> None:
-    """Transformers' own loaders ask for gptqmodel, optimum and compressed-tensors."""
-    import importlib.util
-
-    for package in ("gptqmodel", "optimum", "awq", "auto_gptq", "compressed_tensors"):
-        if importlib.util.find_spec(package):
-            pytest.skip(f"{package} is installed here")
-    write_model(
-        tiny_model("llama"),
-        tmp_path,
-        Cell(),
-        config={
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": 32,
-            "sym": False,
-            "modules_in_block_to_quantize": [["x"]],
-        },
-    )
-    assert isinstance(_load(tmp_path).model.layers[0].mlp.up_proj, PackedLinear)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("head", [False, True])
 def test_a_head_is_what_the_file_holds(head: bool, tied: bool, tmp_path: Path) -> None:
@@ -154,14 +127,6 @@ def test_dynamic_rules_give_modules_their_own_bits_or_none(tmp_path: Path) -> No
     assert loaded.get_submodule(eight).layout.bits == 8
     assert isinstance(loaded.get_submodule(skipped), torch.nn.Linear)
     assert _error(loaded, truth) < EXACT
-
-
-def test_wrong_bits_in_the_config_are_an_error(tmp_path: Path) -> None:
-    write_model(
-        tiny_model("llama"), tmp_path, Cell(bits=8), config={"quant_method": "gptq", "bits": 4, "group_size": 32}
-    )
-    with pytest.raises(ValueError, match=r"self_attn.*quantization_config says 4 bits, the tensors hold 8"):
-        _load(tmp_path)
 
 
 def test_zero_biases_of_autogptq_are_dropped_and_real_ones_kept(tmp_path: Path) -> None:
@@ -251,83 +216,6 @@ def test_fp8_experts_load_stacked(tmp_path: Path) -> None:
     assert _error(_load(tmp_path / "again"), loaded) < EXACT
 
 
-def test_one_missing_expert_is_an_error_and_not_a_random_one(tmp_path: Path) -> None:
-    write_model(tiny_model("mixtral"), tmp_path, AWQ)
-    state = load_file(tmp_path / "model.safetensors")
-    save_file(
-        {k: v for k, v in state.items() if ".1.block_sparse_moe.experts.2.w3." not in k}, tmp_path / "model.safetensors"
-    )
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.2\.w3 are missing: expected 4 experts"):
-        _load(tmp_path)
-
-
-def test_shards_load_as_one_file_and_a_missing_shard_is_named(tmp_path: Path) -> None:
-    truth = write_model(tiny_model("llama"), tmp_path, GPTQ, shards=3)
-    assert _error(_load(tmp_path), truth) < EXACT
-    (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(OSError, match="model-00002-of-00003"):
-        _load(tmp_path)
-
-
-def test_bin_files_need_the_flag(tmp_path: Path) -> None:
-    """A .bin is a pickle: it is opened only when the caller says so."""
-    truth = write_model(tiny_model("llama"), tmp_path, Cell())
-    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin: expected \.safetensors.*allow_bin=True"):
-        _load(tmp_path)
-    assert _error(_load(tmp_path, quantization_config=GPTQConfig(allow_bin=True)), truth) < EXACT
-
-
-def test_all_problems_of_a_header_come_in_one_error(tmp_path: Path) -> None:
-    """Missing, extra and misshapen tensors, packed and plain: each named, before any weight is read."""
-    write_model(tiny_model("llama"), tmp_path, Cell())
-    state = load_file(tmp_path / "model.safetensors")
-    del state["model.layers.0.mlp.up_proj.qweight"], state["model.norm.weight"]
-    state["model.layers.9.mlp.up_proj.qweight"] = torch.zeros(8, 96, dtype=torch.int32)
-    state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"].t().contiguous()
-    save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="this checkpoint cannot be loaded") as raised:
-        _load(tmp_path)
-    for part in (
-        r"model.layers.0.mlp.up_proj",
-        "tensor model.layers.9.mlp.up_proj.qweight (I32 [8, 96]) belongs to no module of LlamaForCausalLM",
-        "tensor model.embed_tokens.weight: expected float32 [96, 64], found F32 [64, 96]",
-        "tensor model.norm.weight is missing: expected [64]",
-    ):
-        assert part in str(raised.value)
-
-
-def test_bad_values_name_their_tensor(tmp_path: Path) -> None:
-    for name, value in (("model.layers.1.mlp.up_proj.scales", float("inf")), ("model.norm.weight", float("nan"))):
-        write_model(tiny_model("llama"), tmp_path, Cell())
-        state = load_file(tmp_path / "model.safetensors")
-        state[name].view(-1)[3] = value
-        save_file(state, tmp_path / "model.safetensors")
-        with pytest.raises(ValueError, match=f"tensor {name}: expected finite"):
-            _load(tmp_path)
-
-
-@pytest.mark.parametrize("value", [0.0, float("nan"), -1.0])
-def test_impossible_kv_scales_are_an_error(value: float, tmp_path: Path) -> None:
-    extra = {
-        f"model.layers.{i}.self_attn.{s}_scale": torch.tensor([value if (i, s) == (1, "v") else 0.1])
-        for i in range(3)
-        for s in "kv"
-    }
-    write_model(tiny_model("llama"), tmp_path, Cell(kind="compressed"), extra=extra)
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.v_scale: expected a KV-cache scale > 0"):
-        _load(tmp_path)
-
-
-def test_kv_scales_of_exactly_one_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    extra = {f"model.layers.{i}.self_attn.{s}_scale": torch.ones(1) for i in range(3) for s in "kv"}
-    write_model(tiny_model("llama"), tmp_path, Cell(kind="compressed"), extra=extra)
-    with caplog.at_level(logging.WARNING):
-        assert len(_load(tmp_path).hf_paged_kv_scales) == 3
-    assert "exactly 1.0" in caplog.text
-
-
 def test_a_loaded_model_can_be_copied_moved_and_restored(tmp_path: Path) -> None:
     """The engine runs a deep copy that shares parameters and buffers: a tensor hidden elsewhere would be doubled or
     lost.
@@ -377,46 +265,6 @@ def test_layers_can_be_offloaded(place: str, tmp_path: Path) -> None:
     assert _error(loaded, truth) < EXACT
     loaded.save_pretrained(tmp_path / "again")
     assert _error(_load(tmp_path / "again"), truth) < EXACT
-
-
-def test_registration_is_reversible_and_leaves_calibration_to_transformers() -> None:
-    registry.unregister()
-    original = {name: auto.AUTO_QUANTIZER_MAPPING[name] for name in ("awq", "gptq", "compressed-tensors", "fp8")}
-    configs = {name: auto.AUTO_QUANTIZATION_CONFIG_MAPPING[name] for name in original}
-    registry.register()
-    registry.register()
-    with pytest.raises(ImportError, match="optimum"):  # quantizing an unquantized model is Transformers' own business
-        auto.AutoHfQuantizer.from_config(transformers.GPTQConfig(bits=4), pre_quantized=False)
-    registry.unregister()
-    registry.unregister()
-    assert {name: auto.AUTO_QUANTIZER_MAPPING[name] for name in original} == original
-    assert {name: auto.AUTO_QUANTIZATION_CONFIG_MAPPING[name] for name in original} == configs
-    registry.register()
-
-
-@pytest.mark.parametrize(
-    "options", [{"version": "GEMM"}, {"w_bit": 4, "q_group_size": 32, "bits": None}, {"backend": "autoawq"}]
-)
-def test_old_and_odd_awq_configs_are_read(options: dict[str, object], tmp_path: Path) -> None:
-    """transformers 27318: `version: "GEMM"` in capitals was refused."""
-    base = {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": 32,
-        "zero_point": True,
-        "exllama_config": None,
-        "do_fuse": True,
-    }
-    truth = write_model(tiny_model("llama"), tmp_path, AWQ, config={**base, **options})
-    assert _error(_load(tmp_path), truth) < EXACT
-
-
-def test_a_config_passed_by_the_user_still_loads(tmp_path: Path) -> None:
-    """Scripts pass GPTQConfig(bits=4, ...) to choose another package's backend: that must not stop ours."""
-    truth = write_model(tiny_model("llama"), tmp_path, GPTQ)
-    with pytest.warns(UserWarning, match="quantization_config"):
-        loaded = _load(tmp_path, quantization_config=transformers.GPTQConfig(bits=4, backend="marlin"))
-    assert _error(loaded, truth) < EXACT
 
 
 @pytest.mark.parametrize("k", [10944 // 16, 7392 // 16, 96])

@@ -1,0 +1,182 @@
+"""Configs as tools and users write them, shards and pickles, and the errors of files that cannot be used."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from model_zoo import tiny_model
+from quant_files import Cell, write_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers import auto
+
+from hf_paged.quant import registry
+from hf_paged.quant.config import GPTQConfig
+from hf_paged.quant.linear import PackedLinear
+
+GPTQ = Cell(act_order=True)
+AWQ = Cell(kind="awq_gemm")
+INPUT = torch.arange(3, 25).reshape(2, 11)
+# fp32 on both sides: what remains is the order of the sums
+EXACT = 1e-5
+
+
+def _load(folder: Path, **options: object) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
+
+
+def _error(model: PreTrainedModel, truth: PreTrainedModel) -> float:
+    with torch.no_grad():
+        expected = truth(INPUT).logits.float()
+        return float((model(INPUT).logits.float() - expected).abs().max() / expected.abs().max())
+
+
+def test_no_quantization_package_is_needed(tmp_path: Path) -> None:
+    """Transformers' own loaders ask for gptqmodel, optimum and compressed-tensors."""
+    import importlib.util
+
+    for package in ("gptqmodel", "optimum", "awq", "auto_gptq", "compressed_tensors"):
+        if importlib.util.find_spec(package):
+            pytest.skip(f"{package} is installed here")
+    write_model(
+        tiny_model("llama"),
+        tmp_path,
+        Cell(),
+        config={
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 32,
+            "sym": False,
+            "modules_in_block_to_quantize": [["x"]],
+        },
+    )
+    assert isinstance(_load(tmp_path).model.layers[0].mlp.up_proj, PackedLinear)
+
+
+def test_wrong_bits_in_the_config_are_an_error(tmp_path: Path) -> None:
+    write_model(
+        tiny_model("llama"), tmp_path, Cell(bits=8), config={"quant_method": "gptq", "bits": 4, "group_size": 32}
+    )
+    with pytest.raises(ValueError, match=r"self_attn.*quantization_config says 4 bits, the tensors hold 8"):
+        _load(tmp_path)
+
+
+def test_one_missing_expert_is_an_error_and_not_a_random_one(tmp_path: Path) -> None:
+    write_model(tiny_model("mixtral"), tmp_path, AWQ)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {k: v for k, v in state.items() if ".1.block_sparse_moe.experts.2.w3." not in k}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.2\.w3 are missing: expected 4 experts"):
+        _load(tmp_path)
+
+
+def test_shards_load_as_one_file_and_a_missing_shard_is_named(tmp_path: Path) -> None:
+    truth = write_model(tiny_model("llama"), tmp_path, GPTQ, shards=3)
+    assert _error(_load(tmp_path), truth) < EXACT
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(OSError, match="model-00002-of-00003"):
+        _load(tmp_path)
+
+
+def test_bin_files_need_the_flag(tmp_path: Path) -> None:
+    """A .bin is a pickle: it is opened only when the caller says so."""
+    truth = write_model(tiny_model("llama"), tmp_path, Cell())
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin: expected \.safetensors.*allow_bin=True"):
+        _load(tmp_path)
+    assert _error(_load(tmp_path, quantization_config=GPTQConfig(allow_bin=True)), truth) < EXACT
+
+
+def test_all_problems_of_a_header_come_in_one_error(tmp_path: Path) -> None:
+    """Missing, extra and misshapen tensors, packed and plain: each named, before any weight is read."""
+    write_model(tiny_model("llama"), tmp_path, Cell())
+    state = load_file(tmp_path / "model.safetensors")
+    del state["model.layers.0.mlp.up_proj.qweight"], state["model.norm.weight"]
+    state["model.layers.9.mlp.up_proj.qweight"] = torch.zeros(8, 96, dtype=torch.int32)
+    state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"].t().contiguous()
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="this checkpoint cannot be loaded") as raised:
+        _load(tmp_path)
+    for part in (
+        r"model.layers.0.mlp.up_proj",
+        "tensor model.layers.9.mlp.up_proj.qweight (I32 [8, 96]) belongs to no module of LlamaForCausalLM",
+        "tensor model.embed_tokens.weight: expected float32 [96, 64], found F32 [64, 96]",
+        "tensor model.norm.weight is missing: expected [64]",
+    ):
+        assert part in str(raised.value)
+
+
+def test_bad_values_name_their_tensor(tmp_path: Path) -> None:
+    for name, value in (("model.layers.1.mlp.up_proj.scales", float("inf")), ("model.norm.weight", float("nan"))):
+        write_model(tiny_model("llama"), tmp_path, Cell())
+        state = load_file(tmp_path / "model.safetensors")
+        state[name].view(-1)[3] = value
+        save_file(state, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=f"tensor {name}: expected finite"):
+            _load(tmp_path)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), -1.0])
+def test_impossible_kv_scales_are_an_error(value: float, tmp_path: Path) -> None:
+    extra = {
+        f"model.layers.{i}.self_attn.{s}_scale": torch.tensor([value if (i, s) == (1, "v") else 0.1])
+        for i in range(3)
+        for s in "kv"
+    }
+    write_model(tiny_model("llama"), tmp_path, Cell(kind="compressed"), extra=extra)
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.v_scale: expected a KV-cache scale > 0"):
+        _load(tmp_path)
+
+
+def test_kv_scales_of_exactly_one_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    extra = {f"model.layers.{i}.self_attn.{s}_scale": torch.ones(1) for i in range(3) for s in "kv"}
+    write_model(tiny_model("llama"), tmp_path, Cell(kind="compressed"), extra=extra)
+    with caplog.at_level(logging.WARNING):
+        assert len(_load(tmp_path).hf_paged_kv_scales) == 3
+    assert "exactly 1.0" in caplog.text
+
+
+def test_registration_is_reversible_and_leaves_calibration_to_transformers() -> None:
+    registry.unregister()
+    original = {name: auto.AUTO_QUANTIZER_MAPPING[name] for name in ("awq", "gptq", "compressed-tensors", "fp8")}
+    configs = {name: auto.AUTO_QUANTIZATION_CONFIG_MAPPING[name] for name in original}
+    registry.register()
+    registry.register()
+    with pytest.raises(ImportError, match="optimum"):  # quantizing an unquantized model is Transformers' own business
+        auto.AutoHfQuantizer.from_config(transformers.GPTQConfig(bits=4), pre_quantized=False)
+    registry.unregister()
+    registry.unregister()
+    assert {name: auto.AUTO_QUANTIZER_MAPPING[name] for name in original} == original
+    assert {name: auto.AUTO_QUANTIZATION_CONFIG_MAPPING[name] for name in original} == configs
+    registry.register()
+
+
+@pytest.mark.parametrize(
+    "options", [{"version": "GEMM"}, {"w_bit": 4, "q_group_size": 32, "bits": None}, {"backend": "autoawq"}]
+)
+def test_old_and_odd_awq_configs_are_read(options: dict[str, object], tmp_path: Path) -> None:
+    """transformers 27318: `version: "GEMM"` in capitals was refused."""
+    base = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": True,
+        "exllama_config": None,
+        "do_fuse": True,
+    }
+    truth = write_model(tiny_model("llama"), tmp_path, AWQ, config={**base, **options})
+    assert _error(_load(tmp_path), truth) < EXACT
+
+
+def test_a_config_passed_by_the_user_still_loads(tmp_path: Path) -> None:
+    """Scripts pass GPTQConfig(bits=4, ...) to choose another package's backend: that must not stop ours."""
+    truth = write_model(tiny_model("llama"), tmp_path, GPTQ)
+    with pytest.warns(UserWarning, match="quantization_config"):
+        loaded = _load(tmp_path, quantization_config=transformers.GPTQConfig(bits=4, backend="marlin"))
+    assert _error(loaded, truth) < EXACT
