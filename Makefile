@@ -11,9 +11,11 @@ LATEST_TESTS := $(wildcard tests/generate tests/test_registration.py tests/quant
 # pip's default on Linux still carries gigabytes of CUDA libraries; to leave them out, point at PyTorch's CPU index:
 #     make TORCH_INDEX=https://download.pytorch.org/whl/cpu demo
 ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c GPU),0)
-TORCH ?= torch==2.13.0
+TORCH   ?= torch==2.13.0
+WORKERS ?= -n auto --maxprocesses 4
 else
-TORCH ?= torch>=2.11
+TORCH   ?= torch>=2.11
+WORKERS ?= -n 0
 endif
 TORCH_INDEX ?=
 
@@ -27,11 +29,11 @@ demo: $(VENV)/.installed  ## Fetch SmolLM2-135M-Instruct and run a ragged batch 
 	@model=$$($(BIN)/python tools/fetch_demo_model.py) && $(BIN)/python tools/demo.py "$$model"
 
 test: $(VENV)/.installed  ## The test suite (GPU tests run where a GPU is)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 test-latest: $(LATEST)/.installed  ## Registration, generate and loader tests on the newest Transformers 5.x
 	@$(LATEST)/bin/python -c "import transformers; print('transformers', transformers.__version__)"
-	$(LATEST)/bin/python -m pytest -p no:cacheprovider $(LATEST_TESTS)
+	$(LATEST)/bin/python -m pytest -p no:cacheprovider $(WORKERS) $(LATEST_TESTS)
 
 lint: $(VENV)/.installed  ## Lint, format and type checks
 	$(BIN)/ruff check .

@@ -12,10 +12,10 @@ from fetch_demo_model import fetch
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.cuda.is_available()
-if (
-    not CUDA
-):  # kernels run in Triton's interpreter, which must be chosen before anything (Transformers too) imports Triton
+if not CUDA:  # kernels run in Triton's interpreter, chosen before anything (Transformers too) imports Triton
     os.environ["TRITON_INTERPRET"] = "1"
+# Tiny models are fastest on one thread, and test processes that share cores then do not wait for each other's threads.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

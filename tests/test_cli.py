@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_tokenizer import tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from hf_paged import cli_generate
@@ -18,7 +18,7 @@ from hf_paged.cli import app
 from hf_paged.eval.workload import make_workload
 from hf_paged.outputs import CompletionOutput, RequestOutput
 
-LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
+LAYERS, KV_HEADS, HEAD_DIM, VOCAB = 2, 2, 16, 97
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -31,17 +31,14 @@ def run(*arguments: object, stdin: str | None = None) -> Result:
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random two-layer Llama with a byte-level tokenizer and a chat template."""
+    """A random two-layer Llama with a character tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([], trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=CHAT).save_pretrained(folder)
+    tokenizer = tiny_tokenizer(VOCAB)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=LAYERS,
@@ -49,7 +46,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         max_position_embeddings=512,
-        eos_token_id=0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
         initializer_range=0.2,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
