@@ -22,6 +22,7 @@ from transformers import (
     StopStringCriteria,
 )
 
+from hf_paged.layer_probe import CACHE_NAMES
 from hf_paged.loop_generation import ModeArguments
 from hf_paged.paged_cache import PagedCache
 from hf_paged.paged_call import PagedCall, engine_config
@@ -47,8 +48,12 @@ def wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asks_for_pages(model: PreTrainedModel, call: dict[str, Any]) -> bool:
-    paged = isinstance(call.get("past_key_values"), PagedCache) or call.get("custom_generate") is generate
+    paged = isinstance(_given_cache(call), PagedCache) or call.get("custom_generate") is generate
     return paged or _effective(model, call, "cache_implementation") == CACHE_NAME
+
+
+def _given_cache(call: Mapping[str, Any]) -> Any:
+    return next((call[name] for name in CACHE_NAMES if call.get(name) is not None), None)
 
 
 def _effective(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
@@ -74,12 +79,12 @@ def _withdraw(model: PreTrainedModel, call: dict[str, Any], name: str) -> Any:
 
 def _generate_paged(model: PreTrainedModel, original: Callable[..., Any], call: dict[str, Any]) -> Any:
     """Check the call, keep what Transformers would drop, and let it prepare the rest."""
-    cache = call.get("past_key_values")
+    cache = _given_cache(call)
     if call.get("custom_generate") not in (None, generate):
         raise ValueError('custom_generate and cache_implementation="paged" exclude each other')
     if cache is not None and not isinstance(cache, PagedCache):
         raise ValueError(
-            f'past_key_values is a {type(cache).__name__}; with cache_implementation="paged" it must be a PagedCache'
+            f'the given cache is a {type(cache).__name__}; with cache_implementation="paged" it must be a PagedCache'
         )
     if _effective(model, call, "token_healing"):
         raise ValueError("token_healing is not available in paged generation; call model.heal_tokens() on the inputs")

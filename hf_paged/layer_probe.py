@@ -6,14 +6,19 @@ layer must call the attention function: what it passes there is the truth. Works
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 
 from hf_paged.attention import CONTEXT_KEYWORD, CONTEXT_TAG, AttentionCall, no_mask
+
+# Transformers 5.24 renamed the keyword of every forward; older releases know the first name only.
+CACHE_NAMES = ("past_key_values", "cache")
+CACHE_KEYWORD = CACHE_NAMES["cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
 
 # Kinds of `config.layer_types` whose attention is fully described by causality and a sliding window.
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
@@ -106,9 +111,10 @@ def probe_layers(view: PreTrainedModel, *, through_cache: bool = False) -> list[
     """
     check_supported(view)
     probe = _Probe()
-    device = view.get_input_embeddings().weight.device
+    embeddings: Any = view.get_input_embeddings()
+    device = embeddings.weight.device
     token = torch.zeros((1, 1), dtype=torch.long, device=device)
-    context = {"past_key_values": _ProbeCache(probe)} if through_cache else {CONTEXT_KEYWORD: probe}
+    context = {CACHE_KEYWORD: _ProbeCache(probe)} if through_cache else {CONTEXT_KEYWORD: probe}
     view(input_ids=token, position_ids=token, attention_mask=no_mask(device), use_cache=through_cache, **context)
     expected = view.config.get_text_config(decoder=True).num_hidden_layers
     if len(probe.specs) != expected:

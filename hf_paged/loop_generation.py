@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from hf_paged.config import EngineConfig
+from hf_paged.layer_probe import CACHE_KEYWORD
 from hf_paged.paged_cache import PagedCache
 
 Loop = Callable[..., Any]  # GenerationMixin._sample and its like, unbound
@@ -78,11 +79,11 @@ def generate_with_loop(
     accepted = inspect.signature(loop).parameters
     known = {name: value for name, value in extra.items() if name in accepted and value is not None}
     cache = None
-    if cache_config is not None and not isinstance(prepared.get("past_key_values"), PagedCache):
+    if cache_config is not None and not isinstance(prepared.get(CACHE_KEYWORD), PagedCache):
         prompt = prepared.get("inputs_embeds")
         rows, columns = (input_ids if prompt is None else prompt).shape[:2]
         tokens = int(generation_config.max_length) + (columns if columns != input_ids.shape[1] else 0)
-        prepared["past_key_values"] = cache = _new_cache(model, cache_config, rows, tokens)
+        prepared[CACHE_KEYWORD] = cache = _new_cache(model, cache_config, rows, tokens)
         cache.share_prompt(max(generation_config.num_beams, generation_config.num_return_sequences), columns)
     is_returned = False
     try:

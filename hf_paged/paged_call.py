@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_paged.config import EngineConfig
+from hf_paged.layer_probe import CACHE_KEYWORD
 from hf_paged.loop_generation import ModeArguments, generate_with_loop, loop_of
 from hf_paged.paged_cache import PagedCache
 from hf_paged.served_models import takes_keywords
@@ -37,7 +38,7 @@ _ENGINE_OPTIONS = (
 CACHE_OPTIONS = _STORE_OPTIONS + _ENGINE_OPTIONS
 
 # What the engine understands of the keywords that Transformers prepares for a forward.
-_ENGINE_KEYWORDS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "past_key_values", "use_cache"})
+_ENGINE_KEYWORDS = frozenset({"attention_mask", "position_ids", "logits_to_keep", "use_cache", CACHE_KEYWORD})
 
 
 def engine_config(options: Any) -> EngineConfig:
@@ -120,14 +121,14 @@ def driver_for(
 ) -> tuple[str, str]:
     """The one place where the driver is chosen: ("engine" | "loop" | "dense", why)."""
     mode = generation_config.get_generation_mode(arguments.assistant_model)
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE_KEYWORD)
     if not generation_config.use_cache:
         logger.warning('use_cache=False with cache_implementation="paged": there is no cache, paged or other')
         return "dense", "use_cache=False"
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return "loop", mode.value
     if isinstance(cache, PagedCache):
-        return "loop", "past_key_values was given"
+        return "loop", "a PagedCache was given"
     if generation_config.return_dict_in_generate:
         return "loop", "return_dict_in_generate returns the cache"
     if generation_config.is_assistant or arguments.synced_gpus:

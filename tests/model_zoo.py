@@ -6,6 +6,8 @@ bites.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -82,6 +84,7 @@ def _spread(model: PreTrainedModel, seed: int) -> None:
                 weight.add_(0.3 * noise)
             elif "lm_head" in name or "embed_out" in name:
                 weight.copy_(0.3 * noise)  # flat enough that beams and samples differ from greedy
+                weight[: EOS + 1] = 0.0  # pad, bos and eos hardly ever win: generate would take a pad for padding
             elif "embed" in name or "wte" in name or "wpe" in name:
                 weight.copy_(noise)
             else:
@@ -100,3 +103,8 @@ def left_padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     ids = torch.stack([torch.cat([torch.full((width - len(row),), PAD), row]) for row in rows])
     mask = torch.stack([(torch.arange(width) >= width - len(row)).long() for row in rows])
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in what `generate` returned; Transformers 5.24 renamed the field."""
+    return output["cache"] if "cache" in output else output["past_key_values"]

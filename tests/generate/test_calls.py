@@ -110,7 +110,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mamba": ({"hidden_size": 32, "num_hidden_layers": 1}, "their state is not keys and values|attention interface"),
     "bloom": ({"hidden_size": 32, "n_layer": 1, "n_head": 2}, "attention interface"),
-    "gptj": ({"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8}, "attention interface"),
     "lfm2": (
         {
             "hidden_size": 32,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_zoo import VOCAB, left_padded, prompts, tiny_model
+from model_zoo import VOCAB, cache_of, left_padded, prompts, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
@@ -139,17 +139,17 @@ def test_padded_rows_and_later_turns(plain: PreTrainedModel) -> None:
     options = {"do_sample": False, "max_new_tokens": 5, "return_dict_in_generate": True}
     for paged in ({"cache_implementation": "paged"}, {"past_key_values": PagedCache(plain, block_size=16)}):
         ours, theirs = plain.generate(**batch, **options, **paged), plain.generate(**batch, **options)
-        cache = ours.past_key_values
+        cache = cache_of(ours)
         assert isinstance(cache, PagedCache)
         assert cache._pages.tables.lengths.tolist() == [8, 13]
         for turn in range(2):
             ids = torch.cat([theirs.sequences, torch.stack(prompts((3, 3), seed=turn))], dim=1)
             mask = torch.cat([batch["attention_mask"], torch.ones(2, ids.shape[1] - 9, dtype=torch.long)], dim=1)
             turn_options = {"input_ids": ids, "attention_mask": mask, **options}
-            theirs = plain.generate(**turn_options, past_key_values=theirs.past_key_values)
+            theirs = plain.generate(**turn_options, past_key_values=cache_of(theirs))
             ours = plain.generate(**turn_options, past_key_values=cache, cache_implementation="paged" if turn else None)
             assert torch.equal(ours.sequences, theirs.sequences)
-            assert ours.past_key_values is cache
+            assert cache_of(ours) is cache
 
 
 def test_a_mask_with_holes_or_another_padding_is_refused_by_name(plain: PreTrainedModel) -> None:
@@ -231,7 +231,7 @@ def test_beams_store_a_prompt_once(plain: PreTrainedModel) -> None:
             ids, **options, prefill_chunk_size=chunk, cache_implementation="paged", cache_config={"block_size": 16}
         )
         assert torch.equal(paged.sequences, dense.sequences)
-        assert used(paged.past_key_values) <= 2 * (2 + 4)  # two full blocks per prompt, at most a tail per beam
+        assert used(cache_of(paged)) <= 2 * (2 + 4)  # two full blocks per prompt, at most a tail per beam
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "k=int8,v=auto"])
