@@ -130,11 +130,11 @@ def _decode(
     table = meta.block_tables[: q.shape[0], first : -(-longest // layer.block_size)].long()
     if table.shape[1] == 0:
         return q.new_zeros(q.shape[0], q.shape[1] * q.shape[2], layer.v.tensor.shape[3])
-    positions = first * layer.block_size + torch.arange(table.shape[1] * layer.block_size, device=q.device)
+    positions = torch.arange(first * layer.block_size, longest, device=q.device)
     mask = positions < seq_lens[:, None]
     if window:
         mask &= positions >= seq_lens[:, None] - window
-    k, v = (gather_pages(pages, table, q.dtype) for pages in (layer.k, layer.v))
+    k, v = (gather_pages(pages, table, q.dtype)[:, :, : len(positions)] for pages in (layer.k, layer.v))
     if not mask.all():
         k, v = (x.masked_fill_(~mask[:, None, :, None], 0.0) for x in (k, v))  # unused slots may hold NaN
     out = _attend(q, k, v, mask[:, None, None, :], softcap, sinks)
