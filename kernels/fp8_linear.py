@@ -1,10 +1,9 @@
-"""y = x W^T + b with e4m3 weights: the meaning, the activation quantizer, and torch's scaled matmul on GPUs that have
-it.
+"""y = x W^T + b with e4m3 weights: the meaning, quantized activations, and torch's scaled matmul where GPUs have it.
 
 Weights carry one scale per tensor, per output row, or per 128x128 block; activations are quantized with a scale from
 the file (static), per row (dynamic), or not at all. On CUDA from compute capability 8.9, per-tensor and per-row
-weights go to `torch._scaled_mm`; block scales, older GPUs and odd shapes multiply dequantized weights in the
-activation's dtype, which is never less accurate. On CPU the definition runs.
+weights go to `torch._scaled_mm`; block scales, older GPUs and odd shapes keep the activations in 16 bits (`fp8_gemm`),
+which is never less accurate. On CPU the definition runs.
 """
 
 from __future__ import annotations
@@ -70,27 +69,53 @@ def fp8_linear_reference(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> T
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
-def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """`[M, K]` -> `[M, N]` in the dtype of `x`."""
+def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None, locks: Tensor) -> Tensor:
+    """`[M, K]` -> `[M, N]` in the dtype of `x`. `locks`: as for `packed_linear`."""
     if not x.is_cuda:
         return fp8_linear_reference(x, weight, bias)
-    if not _fits_scaled_mm(x, weight):
-        return torch.nn.functional.linear(x, dequantize_fp8(weight, x.dtype), bias)
+    if not quantizes_activations(x, weight):
+        return _weight_only(x, weight, bias, locks)
     n = weight.codes.shape[0]
     if weight.input_scale is not None:
         codes = quantize_static(x, weight.input_scale)
+        if weight.scale.numel() == 1:
+            scales = weight.input_scale.float().reshape(()), weight.scale.float().reshape(())
+            return _biased(torch._scaled_mm(codes, weight.codes.t(), *scales, out_dtype=x.dtype), bias)
         row_scale = weight.input_scale.float().reshape(1, 1).expand(x.shape[0], 1).contiguous()
     else:
         from hf_paged.kernels.fp8_quantize import quantize_rows_cuda  # a machine without CUDA needs no Triton
 
         codes, row_scale = quantize_rows_cuda(x)
     column_scale = weight.scale.float().reshape(1, -1).expand(1, n).contiguous()
-    out = torch._scaled_mm(codes, weight.codes.t(), row_scale, column_scale, out_dtype=torch.bfloat16).to(x.dtype)
+    out = torch._scaled_mm(codes, weight.codes.t(), row_scale, column_scale, out_dtype=torch.bfloat16)  # all it offers
+    return _biased(out.to(x.dtype), bias)
+
+
+def _biased(out: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias
 
 
-def _fits_scaled_mm(x: Tensor, weight: Fp8Weight) -> bool:
+def _weight_only(x: Tensor, weight: Fp8Weight, bias: Tensor | None, locks: Tensor) -> Tensor:
+    """16-bit activations: one kernel that reads the codes once for few rows, dequantize and cuBLAS for many."""
+    if torch.cuda.get_device_capability(x.device) < (8, 9):  # Triton has no e4m3 below
+        return torch.nn.functional.linear(x, dequantize_fp8(weight, x.dtype), bias)
+    from hf_paged.kernels.fp8_gemm import BLOCK_K, fp8_dequantize, fp8_gemm
+    from hf_paged.kernels.packed_linear import MAX_FUSED_ROWS, multiprocessors
+    from hf_paged.kernels.w4a16_tiles import choose_tiles
+
+    (n, k), rows = weight.codes.shape, x.shape[0]
+    aligned = weight.block[1] >= k or weight.block[1] % BLOCK_K == 0
+    if rows > MAX_FUSED_ROWS or not aligned or x.dtype not in (torch.float16, torch.bfloat16):
+        return torch.nn.functional.linear(x, fp8_dequantize(weight.codes, weight.scale, weight.block, x.dtype), bias)
+    tiles = choose_tiles(rows, n, -(-k // BLOCK_K), multiprocessors(x.device.index or 0))
+    return fp8_gemm(x.contiguous(), weight.codes, weight.scale, weight.block, bias, locks, tiles)
+
+
+def quantizes_activations(x: Tensor, weight: Fp8Weight) -> bool:
     n, k = weight.codes.shape
+    """Whether `fp8_linear` quantizes activations for this weight on this device, or keeps them in 16 bits."""
+    if not x.is_cuda:
+        return True
     return (
         (weight.dynamic or weight.input_scale is not None)
         and x.dtype in (torch.float16, torch.bfloat16)

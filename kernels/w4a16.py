@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_paged.kernels.packed_weight import PackedWeight
+from hf_paged.kernels.split_k import finish
 from hf_paged.kernels.w4a16_tiles import Tiles
 
 
@@ -154,26 +155,8 @@ def w4a16_kernel(
 
     at_out = m[None, :].to(tl.int64) * N + n[:, None]
     keep = in_m & in_n[:, None]
-    if SPLIT_K == 1:
-        _store(out, at_out, accumulator, bias, n, keep, in_n, HAS_BIAS)
-    else:
-        tl.store(partial + pid_k.to(tl.int64) * M * N + at_out, accumulator, mask=keep)
-        tl.debug_barrier()  # every thread's partial sums are written before the ticket is drawn
-        lock = locks + pid_m * tl.num_programs(0) + pid_n
-        if tl.atomic_add(lock, 1, sem="acq_rel") == SPLIT_K - 1:
-            total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-            for split in range(SPLIT_K):
-                at_split = partial + at_out + tl.cast(split, tl.int64) * M * N
-                total += tl.load(at_split, mask=keep, other=0.0, cache_modifier=".cg")
-            _store(out, at_out, total, bias, n, keep, in_n, HAS_BIAS)
-            tl.store(lock, 0)
-
-
-@triton.jit
-def _store(out, at, value, bias, n, keep, in_n, HAS_BIAS: tl.constexpr):
-    if HAS_BIAS:
-        value += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=keep)
+    block = pid_m * tl.num_programs(0) + pid_n
+    finish(out, at_out, accumulator, partial, locks + block, bias, n, keep, in_n, pid_k, M, N, SPLIT_K, HAS_BIAS)
 
 
 def w4a16(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, tiles: Tiles) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.kernels.fp8_linear import Fp8Weight, fp8_linear
+from hf_paged.kernels.packed_linear import lock_count
 from hf_paged.quant.header import torch_dtype
 from hf_paged.quant.layout import FLOATS, TensorSpec
 
@@ -89,6 +90,7 @@ class Fp8Linear(nn.Module):
     weight: Tensor
     input_scale: Tensor | None
     bias: Tensor | None
+    locks: Tensor
 
     def __init__(self, layout: Fp8Layout, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -102,6 +104,8 @@ class Fp8Linear(nn.Module):
             self.input_scale = None
         self.bias = nn.Parameter(torch.empty(layout.out_features, dtype=dtype), requires_grad=False) if bias else None
 
+        self.register_buffer("locks", torch.zeros(lock_count(layout.out_features), dtype=torch.int32), persistent=False)
+
     @property
     def fp8_weight(self) -> Fp8Weight:
         """The weight as the kernels take it."""
@@ -114,7 +118,7 @@ class Fp8Linear(nn.Module):
             check_fp8_scale(f"{name}.input_scale", self.input_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = fp8_linear(x.reshape(-1, self.in_features), self.fp8_weight, self.bias)
+        out = fp8_linear(x.reshape(-1, self.in_features), self.fp8_weight, self.bias, self.locks)
         return out.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

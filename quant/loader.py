@@ -98,9 +98,8 @@ class CheckpointLoader(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for name, module in model.named_modules():
-            if isinstance(module, (PackedLinear, PackedStack)):
-                module.locks = torch.zeros_like(module.locks)  # Transformers leaves buffers outside files uninitialised
             if isinstance(module, (PackedLinear, PackedStack, Fp8Linear, Fp8Stack)):
+                module.locks = torch.zeros_like(module.locks)  # Transformers leaves buffers outside files uninitialised
                 module.requires_grad_(False)
             if isinstance(module, Fp8Linear) and not _offloaded(module):
                 try:

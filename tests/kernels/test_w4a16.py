@@ -4,13 +4,16 @@ is one.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from hf_paged.kernels.fp8_linear import quantize_rows
+from hf_paged.kernels.fp8_gemm import fp8_dequantize, fp8_gemm
+from hf_paged.kernels.fp8_linear import Fp8Weight, dequantize_fp8, fp8_linear, fp8_linear_reference, quantize_rows
 from hf_paged.kernels.fp8_quantize import quantize_rows_cuda
 from hf_paged.kernels.packed_linear import MAX_FUSED_ROWS, fits_kernel, lock_count, packed_linear
 from hf_paged.kernels.packed_weight import (
@@ -222,6 +225,39 @@ def test_activation_rows_quantize_as_defined() -> None:
     if DEVICE == "cuda":  # the interpreter's e4m3 conversion loses the carry into the exponent (125.3 becomes 64)
         step = expected.float().abs().clamp_min(2**-6) * 2**-3  # one e4m3 step: a tie may round either way
         assert bool(((codes.float() - expected.float()).abs() <= step).all())
+
+
+def fp8(n: int, k: int, block: tuple[int, int]) -> Fp8Weight:
+    generator = torch.Generator().manual_seed(n + k)
+    codes = (torch.randn(n, k, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scale = torch.rand(-(-n // block[0]), -(-k // block[1]), generator=generator) / 1000 + 1e-4
+    return Fp8Weight(codes=codes.to(DEVICE), scale=scale.to(DEVICE), block=block, input_scale=None, dynamic=False)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 320), (200, 320), (64, 256)])
+@pytest.mark.parametrize(("m", "split"), [(3, 1), (20, 2)])
+def test_fp8_weights_with_any_scale_grid_equal_the_definition(block: tuple[int, int], m: int, split: int) -> None:
+    """Scales per tensor, channel and block; N and K that fill neither blocks nor tiles."""
+    weight, x, bias = fp8(200, 320, block), activations(m, 320), activations(1, 200)[0]
+    locks = torch.zeros(lock_count(200), dtype=torch.int32, device=DEVICE)
+    result = fp8_gemm(x, weight.codes, weight.scale, block, bias, locks, tiles(64, split))
+    assert_close(result, fp8_linear_reference(x, weight, bias))
+    assert not locks.any()
+    dense = fp8_dequantize(weight.codes, weight.scale, block, torch.float16)
+    assert torch.equal(dense, dequantize_fp8(weight, torch.float16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("block", "dynamic"), [((128, 128), True), ((1, 1024), True), ((512, 1024), False)])
+def test_fp8_linears_equal_the_definition_on_the_gpu(dtype: torch.dtype, block: tuple[int, int], dynamic: bool) -> None:
+    weight = replace(fp8(512, 1024, block), dynamic=dynamic and block[1] >= 1024)
+    locks = torch.zeros(lock_count(512), dtype=torch.int32, device=DEVICE)
+    for m in (1, 16, 64, 256, 300):
+        x = activations(m, 1024, dtype)
+        # the matrix unit sums e4m3 products with about 13 bits, and rowwise output is bf16
+        steps = 16 if weight.dynamic else 1
+        assert_close(fp8_linear(x, weight, None, locks), fp8_linear_reference(x, weight, None), steps=steps)
 
 
 @pytest.mark.gpu

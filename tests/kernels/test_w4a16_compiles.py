@@ -15,6 +15,7 @@ import itertools, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from hf_paged.kernels.fp8_gemm import fp8_gemm_kernel
 from hf_paged.kernels.w4a16 import w4a16_kernel
 from hf_paged.kernels.weight_dequantize import dequantize_kernel
 
@@ -48,6 +49,11 @@ for dtype, changes in CASES:
 pointers = dict(packed="*i32", scales="*fp16", zeros="*u8", out="*bf16")
 constants = dict(BITS=4, MIDDLE=8, HAS_ZEROS=True)
 build(dequantize_kernel, pointers, ["N", "K", "num_tiles", "group_size"], constants, ["N", "K"])
+pointers = dict(x="*bf16", codes="*fp8e4nv", scales="*fp32", bias="*bf16", out="*bf16", partial="*fp32", locks="*i32")
+if arch >= 90:
+    constants = dict(HAS_BIAS=True, SPLIT_K=4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128)
+    values = ["M", "N", "K", "scale_stride", "scale_rows", "scale_columns"]
+    build(fp8_gemm_kernel, pointers, values, constants, ["N", "K"])
 print("compiled", arch)
 """
 

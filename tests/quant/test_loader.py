@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hf_paged.quant.check import check_layer
 from hf_paged.quant.experts import PackedExperts
 from hf_paged.quant.formats import read
 from hf_paged.quant.fp8 import Fp8Linear
@@ -303,3 +304,19 @@ def test_the_cpu_paths_agree(tmp_path: Path) -> None:
     for out, expected in ((few, truth[:4]), (many, truth), (plain, truth)):
         # scales and outputs are rounded to bf16 (2 ** -9 each), sums average the first
         assert float((out.float() - expected).abs().max() / expected.abs().max()) < 2**-7
+
+
+def test_the_self_check_passes_good_layers_and_names_a_wrong_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs on CUDA only; here its comparison is driven directly, with a kernel that is wrong in one column."""
+    write_model(tiny_model("llama"), tmp_path, GPTQ)
+    packed = _load(tmp_path).model.layers[0].mlp.up_proj
+    _fp8_model(tmp_path / "fp8", "block")
+    fp8 = _load(tmp_path / "fp8").model.layers[0].mlp.up_proj
+    for module in (packed, fp8):
+        check_layer("layer", module, torch.float16, torch.device("cpu"))
+        right = module.forward
+        monkeypatch.setattr(module, "forward", lambda x, right=right: right(x) + (torch.arange(96) == 3))
+        with pytest.raises(RuntimeError, match=r"layer .*differs from its definition by .*self_check=False"):
+            check_layer("layer", module, torch.float16, torch.device("cpu"))
