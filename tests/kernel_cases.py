@@ -197,11 +197,13 @@ def dense_attention(case: Case) -> Tensor:
 def tolerance(shape: Shape) -> float:
     """Absolute error allowed on outputs of magnitude up to about 4.
 
-    fp32: 32 roundings of the largest value. 16 bits: probabilities and the output are rounded once each, 2^-11 (fp16)
-    or 2^-8 (bf16) relative. 8-bit codes are exact in fp16, so q and probabilities in fp16 are the only rounding beside
-    the output's own. Scores of q itself in fp16 add |score| * 2^-11 in the exponent, |score| <= 16 here.
+    fp32: a score is a sum of up to 256 products with partial sums below 16, so off by 16 * sqrt(256) * 2^-24 at most;
+    its probability is off by that factor, and an average of values up to 4 by twice that. 16 bits: probabilities and
+    the output are rounded once each, 2^-11 (fp16) or 2^-8 (bf16) relative. 8-bit codes are exact in fp16, so q and
+    probabilities in fp16 are the only rounding beside the output's own. Scores of q itself in fp16 add |score| * 2^-11
+    in the exponent, |score| <= 16 here.
     """
     if shape.dtype == torch.float32:
-        return 4 * 32 * 2**-23
+        return 2 * 4 * 16 * 16 * 2**-24
     step = 2**-8 if torch.bfloat16 in (shape.dtype, shape.k_format) else 2**-11
     return 4 * 2 * step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,26 +43,46 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, 1000, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def run(model: LlamaForCausalLM, max_tokens: int = 60, **options: object) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+Tokens = list[list[int]]
+Gaps = list[list[float]]
+
+
+def generate(model: LlamaForCausalLM, max_tokens: int = 60, **options: object) -> tuple[Tokens, Gaps]:
+    """Tokens of every prompt, and how much likelier each was than the runner-up."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=2, ignore_eos=True)
     llm = LLM(model, **{"num_blocks": 400, "max_model_len": 8192, **options})  # type: ignore[arg-type]  # mixed values
     outputs = llm.generate(prompts(), params, use_tqdm=False)
     llm.engine.scheduler.check_integrity()
     assert all(o.error is None for o in outputs)
-    return [o.outputs[0].token_ids for o in outputs]
+    ranked = [[sorted((e.logprob for e in step.values()), reverse=True) for step in o.outputs[0].logprobs or []]
+              for o in outputs]  # fmt: skip
+    return [o.outputs[0].token_ids for o in outputs], [[r[0] - r[1] for r in steps] for steps in ranked]
+
+
+def assert_same(got: Tokens, reference: tuple[Tokens, Gaps], kv_cache_dtype: str) -> None:
+    """fp32 pages: token for token. Codes: a key that another kernel computed a rounding away may get the next code, so
+    sequences may part, but only where the reference's two likeliest tokens are nearer than a few flipped codes."""
+    tokens, gaps = reference
+    if kv_cache_dtype == "auto":
+        assert got == tokens
+        return
+    code_step = {"int8": 2**-7, "fp8": 2**-4}[kv_cache_dtype]  # of a value, relative
+    for mine, other, gap in zip(got, tokens, gaps, strict=True):
+        parted = next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), None)
+        assert parted is None or gap[parted] < 4 * code_step, (parted, gap[parted])
 
 
 @pytest.fixture(scope="module")
-def eager(model: LlamaForCausalLM) -> dict[str, list[list[int]]]:
+def eager(model: LlamaForCausalLM) -> dict[str, tuple[Tokens, Gaps]]:
     """The plainest way: no graphs, no fusion, one step at a time."""
     plain = {"cuda_graphs": False, "fuse": False, "async_scheduling": False}
-    return {kv: run(model, kv_cache_dtype=kv, **plain) for kv in FORMATS}
+    return {kv: generate(model, kv_cache_dtype=kv, **plain) for kv in FORMATS}
 
 
 def test_the_engine_gives_the_tokens_of_dense_generate(
-    model: LlamaForCausalLM, eager: dict[str, list[list[int]]]
+    model: LlamaForCausalLM, eager: dict[str, tuple[Tokens, Gaps]]
 ) -> None:
-    for prompt, got in zip(prompts(), eager["auto"], strict=True):
+    for prompt, got in zip(prompts(), eager["auto"][0], strict=True):
         ids = torch.tensor([prompt], device="cuda")
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False, eos_token_id=None
@@ -81,18 +103,20 @@ def test_the_engine_gives_the_tokens_of_dense_generate(
     ids=["graphs", "fused", "everything", "chunked", "large-blocks"],
 )
 def test_graphs_fusion_and_chunks_change_no_token(
-    model: LlamaForCausalLM, eager: dict[str, list[list[int]]], kv_cache_dtype: str, options: dict[str, object]
+    model: LlamaForCausalLM, eager: dict[str, tuple[Tokens, Gaps]], kv_cache_dtype: str, options: dict[str, object]
 ) -> None:
-    """graph == eager, fused == unfused, chunked == whole in fp32; lengths cross a graph bound of 1024."""
-    assert run(model, kv_cache_dtype=kv_cache_dtype, **options) == eager[kv_cache_dtype]
+    """graph == eager, fused == unfused, chunked == whole; lengths cross a graph's bound of 1024."""
+    got, _ = generate(model, kv_cache_dtype=kv_cache_dtype, **options)
+    assert_same(got, eager[kv_cache_dtype], kv_cache_dtype)
 
 
 @pytest.mark.parametrize("swap_space", [0.0, 0.5], ids=["recomputed", "swapped"])
 def test_preempted_requests_end_as_if_undisturbed(
-    model: LlamaForCausalLM, eager: dict[str, list[list[int]]], swap_space: float
+    model: LlamaForCausalLM, eager: dict[str, tuple[Tokens, Gaps]], swap_space: float
 ) -> None:
     options = {"num_blocks": 45, "max_model_len": 1200, "swap_space": swap_space, "kv_cache_dtype": "int8"}
-    assert run(model, **options) == eager["int8"]
+    got, _ = generate(model, **options)
+    assert_same(got, eager["int8"], "int8")
 
 
 def test_a_graph_that_one_batch_captured_serves_longer_sequences(model: LlamaForCausalLM) -> None:
@@ -110,7 +134,6 @@ def test_a_second_generate_captures_and_builds_nothing() -> None:
     model = llama(torch.bfloat16)
     ids = torch.randint(1, 1000, (16, 30), device="cuda")
     call = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": "paged", "eos_token_id": None}
-    before = torch.cuda.memory_allocated()
     first = model.generate(ids, attention_mask=torch.ones_like(ids), **call)
     engine = ENGINES.engine_of(model)
     assert engine is not None and engine.runner.graphs is not None
@@ -120,8 +143,18 @@ def test_a_second_generate_captures_and_builds_nothing() -> None:
     second = model.generate(ids, attention_mask=torch.ones_like(ids), **call)
     assert torch.equal(first, second)
     assert ENGINES.engine_of(model) is engine and engine.runner.graphs.num_captured == captured
-    del model, engine
-    assert torch.cuda.memory_allocated() <= before + (1 << 20), "the engine goes with the model"
+
+
+def test_an_engine_goes_with_its_model() -> None:
+    used = []
+    for _ in range(3):  # the first round also pays for cuBLAS workspaces
+        model = llama(torch.bfloat16)
+        ids = torch.randint(1, 1000, (4, 30), device="cuda")
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, cache_implementation="paged")
+        del model
+        gc.collect()
+        used.append(torch.cuda.memory_allocated())
+    assert used[2] <= used[1]
 
 
 def test_sampled_tokens_are_those_of_dense_generate_under_a_seed(model: LlamaForCausalLM) -> None:
