@@ -28,13 +28,14 @@ from hf_paged.fusion import fuse, not_fused
 from hf_paged.kernels.rng import derive_seed
 from hf_paged.key_ranges import warn_of_uneven_keys
 from hf_paged.kv_cache import KVCache, layer_formats
-from hf_paged.layer_probe import LayerSpec, probe_layers
+from hf_paged.layer_probe import LayerSpec
 from hf_paged.logprobs import LogprobsTensors, prompt_logprobs
 from hf_paged.memory import GIB, resolve_num_blocks
 from hf_paged.model_runner import ModelRunner, StepLogits, wants_prompt_logprobs
 from hf_paged.model_view import build_view
 from hf_paged.output_processor import OutputProcessor
 from hf_paged.outputs import RequestOutput
+from hf_paged.packed_model import PackedModel
 from hf_paged.request import FinishReason, Request, SchedulerOutput
 from hf_paged.sampler import Sampler
 from hf_paged.sampling_params import SamplingParams
@@ -80,24 +81,24 @@ class Engine:
     def __init__(
         self, model: PreTrainedModel, config: EngineConfig, *, tokenizer: Any = None, pool_tokens: int | None = None
     ) -> None:
-        view = build_view(model)
-        specs = probe_layers(view)
+        packed = PackedModel(build_view(model))
+        specs = packed.specs
         formats = layer_formats(specs, config.kv_cache_dtype, config.skip_layers)
-        warn_of_uneven_keys(view, specs, formats)
-        self.fusion = fuse(view) if _wants_fusion(config, specs) else not_fused("off for this device or by fuse=False")
+        warn_of_uneven_keys(packed, formats)
+        self.fusion = fuse(packed.view) if _wants_fusion(config, specs) else not_fused("off here, or by fuse=False")
         logger.info("fusion: %s", self.fusion)
-        self.max_model_len = resolve_max_model_len(config, view)
+        self.max_model_len = resolve_max_model_len(config, model)
         empty = KVCache(specs, formats, num_blocks=0, block_size=config.block_size)
         if config.num_blocks is None and pool_tokens is not None:
             num_blocks = math.ceil(pool_tokens / config.block_size) * len(empty.groups) + 1
         else:
-            num_blocks = resolve_num_blocks(config, view, empty, max_model_len=self.max_model_len)
+            num_blocks = resolve_num_blocks(config, packed, empty, max_model_len=self.max_model_len)
         self.config = replace(config, num_blocks=num_blocks, max_model_len=self.max_model_len)
         self.kv_cache = KVCache(specs, formats, num_blocks=num_blocks, block_size=config.block_size)
         num_host_blocks = self.kv_cache.allocate_host(int(config.swap_space * GIB)) if config.swap_space else 0
-        self.runner = ModelRunner(view, self.kv_cache, self.config, max_model_len=self.max_model_len)
-        self.device = self.runner.device
-        self.vocab_size = self.runner.vocab_size
+        self.runner = ModelRunner(packed, self.kv_cache, self.config, max_model_len=self.max_model_len)
+        self.device = packed.device
+        self.vocab_size = packed.vocab_size
         eos_token_ids = _eos_token_ids(model, tokenizer)
         self.sampler = Sampler(self.config.max_num_seqs, self.vocab_size, self.device, eos_token_ids=eos_token_ids)
         self.scheduler = Scheduler(
@@ -277,16 +278,16 @@ def _wants_fusion(config: EngineConfig, specs: Sequence[LayerSpec]) -> bool:
     return config.fuse is True or (config.fuse == "auto" and all(spec.device.type == "cuda" for spec in specs))
 
 
-def resolve_max_model_len(config: EngineConfig, view: PreTrainedModel) -> int:
+def resolve_max_model_len(config: EngineConfig, model: PreTrainedModel) -> int:
     """The longest sequence: what the config says, or what the model was made for.
 
     Raises:
         ValueError: neither says.
     """
-    limit = getattr(view.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     length = config.max_model_len or limit
     if length is None:
-        raise ValueError(f"{type(view).__name__} states no max_position_embeddings; give max_model_len")
+        raise ValueError(f"{type(model).__name__} states no max_position_embeddings; give max_model_len")
     if limit is not None and length > limit:
         logger.warning("max_model_len=%d is more than the %d positions this model was made for", length, limit)
     return int(length)

@@ -22,8 +22,8 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_paged.layer_probe import CACHE_NAMES
 from hf_paged.loop_generation import ModeArguments
+from hf_paged.packed_model import CACHE_NAMES
 from hf_paged.paged_cache import PagedCache
 from hf_paged.paged_call import PagedCall, engine_config
 from hf_paged.served_models import paged_view

@@ -19,9 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_paged.config import KV_FORMATS, EngineConfig
 from hf_paged.fusion import FusionReport, fuse, not_fused
 from hf_paged.kv_cache import KVCache, layer_formats
-from hf_paged.layer_probe import LayerSpec, probe_layers
+from hf_paged.layer_probe import LayerSpec
 from hf_paged.memory import CPU_SHARE
 from hf_paged.model_view import build_view
+from hf_paged.packed_model import PackedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def model_info(path: str, *, fusion: bool | None = None) -> ModelInfo:
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     weight_bytes = checkpoint_bytes(Path(path)) or sum(p.numel() * p.element_size() for p in model.parameters())
-    specs = probe_layers(build_view(model))
+    specs = PackedModel(build_view(model)).specs
     memory, kv_bytes = kv_memory(weight_bytes)
     return ModelInfo(
         model=path,

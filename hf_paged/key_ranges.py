@@ -8,18 +8,15 @@ fp8 alike lose the rest. A short forward over seeded random tokens shows the siz
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_paged.attention import AttentionCall
 from hf_paged.kernels.layout import AttentionMetadata
 from hf_paged.kv_cache import KVCache, LayerFormat, group_layers, layer_formats
-from hf_paged.layer_probe import LayerSpec
-from hf_paged.model_runner import StepContext, run_view
-from hf_paged.model_view import device_of
+from hf_paged.model_runner import StepContext
+from hf_paged.packed_model import PackedModel
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +37,19 @@ class _KeySizes(StepContext):
 
 
 @torch.no_grad()
-def uneven_key_layers(view: PreTrainedModel, specs: Sequence[LayerSpec]) -> dict[int, float]:
+def uneven_key_layers(model: PackedModel) -> dict[int, float]:
     """Layers with a key channel over `OUTLIER_RATIO` times the median channel of its head, and that ratio.
 
-    The view must not be fused: fused layers rotate and store their keys in one kernel, out of sight.
+    The model must not be fused: fused layers rotate and store their keys in one kernel, out of sight.
     """
+    specs, device = model.specs, model.device
     num_groups = len(group_layers(specs))
     pages = KVCache(specs, layer_formats(specs, "auto"), num_blocks=1 + num_groups, block_size=_NUM_TOKENS)
-    device = device_of(view)
     generator = torch.Generator().manual_seed(0)
-    vocab_size = view.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(vocab_size, (1, _NUM_TOKENS), generator=generator).to(device)
+    ids = torch.randint(model.vocab_size, (_NUM_TOKENS,), generator=generator).to(device)
     positions = torch.arange(_NUM_TOKENS, device=device)
     sizes = _KeySizes(pages, tuple(_one_block(1 + group, positions) for group in range(num_groups)))
-    run_view(view, ids, positions.unsqueeze(0), sizes, logits_to_keep=positions[-1:])
+    model(ids, positions, sizes, positions[-1:])
     ratios = {}
     for layer_idx, size in sizes.by_layer.items():
         median = size.median(-1).values.clamp(min=torch.finfo(torch.float32).tiny)
@@ -77,20 +73,18 @@ def _one_block(block: int, positions: Tensor) -> AttentionMetadata:
     )
 
 
-def warn_of_uneven_keys(
-    view: PreTrainedModel, specs: Sequence[LayerSpec], formats: dict[int, LayerFormat]
-) -> dict[int, float]:
+def warn_of_uneven_keys(model: PackedModel, formats: dict[int, LayerFormat]) -> dict[int, float]:
     """Warn once, by layer, where quantized keys will be poor; returns what `uneven_key_layers` found among them."""
     quantized = {i for i, fmt in formats.items() if fmt.k_codes is not None}
     if not quantized:
         return {}
-    uneven = {i: ratio for i, ratio in uneven_key_layers(view, specs).items() if i in quantized}
+    uneven = {i: ratio for i, ratio in uneven_key_layers(model).items() if i in quantized}
     if uneven:
         worst = max(uneven, key=lambda i: uneven[i])
         logger.warning(
             "%s: keys of layers %s have channels up to %.0f times their median (layer %d); an 8-bit cache loses the "
             'others. Remedy: skip_layers=%s keeps these layers in 16 bits, or kv_cache_dtype="k=auto,v=int8"',
-            type(view).__name__,
+            type(model.view).__name__,
             sorted(uneven),
             uneven[worst],
             worst,

@@ -1,24 +1,19 @@
-"""Find out what a model's attention layers are by running one token through it.
+"""What a model's attention layers are, learned from what they pass to attention.
 
 Families name the same thing differently in their configs (and tensor parallelism changes the head counts), but every
 layer must call the attention function: what it passes there is the truth. Works on meta-device models too.
+`PackedModel` runs the probe.
 """
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_paged.attention import CONTEXT_KEYWORD, CONTEXT_TAG, AttentionCall, no_mask
-
-# Transformers 5.24 renamed the keyword of every forward; older releases know the first name only.
-CACHE_NAMES = ("past_key_values", "cache")
-CACHE_KEYWORD = CACHE_NAMES["cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters]
+from hf_paged.attention import AttentionCall
 
 # Kinds of `config.layer_types` whose attention is fully described by causality and a sliding window.
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
@@ -41,7 +36,7 @@ class LayerSpec:
     device: torch.device
 
 
-class _Probe:
+class LayerProbe:
     """An attention context that records and computes nothing."""
 
     def __init__(self) -> None:
@@ -65,20 +60,6 @@ class _Probe:
         return call.value.new_zeros(batch, q_len, num_heads, call.value.shape[-1])
 
 
-class _ProbeCache(Cache):
-    """Hands the probe over as `PagedCache` hands over its pages: as a tag on the keys."""
-
-    def __init__(self, probe: _Probe) -> None:
-        super().__init__(layers=[])
-        self._probe = probe
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        setattr(key_states, CONTEXT_TAG, self._probe)
-        return key_states, value_states
-
-
 def check_supported(model: PreTrainedModel) -> None:
     """Refuse, before any work, a model whose state does not live in keys and values.
 
@@ -95,31 +76,3 @@ def check_supported(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} has layers of type {other or 'recurrent'}: their state is not keys and values")
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(f"{name} attends in both directions (use_bidirectional_attention)")
-
-
-@torch.no_grad()
-def probe_layers(view: PreTrainedModel, *, through_cache: bool = False) -> list[LayerSpec]:
-    """The attention layers of a model whose attention implementation is hf_paged (see `model_view.py`), by layer index.
-
-    Args:
-        through_cache: reach attention by the tag of a cache instead of a keyword of the forward. Models that drop
-            unknown keywords on the way (StableLM) are reached by the tag only, those that expand keys after storing
-            them (latent attention) by the keyword only.
-
-    Raises:
-        ValueError: a layer does not go through the attention interface, or the model is refused by `check_supported`.
-    """
-    check_supported(view)
-    probe = _Probe()
-    embeddings: Any = view.get_input_embeddings()
-    device = embeddings.weight.device
-    token = torch.zeros((1, 1), dtype=torch.long, device=device)
-    context = {CACHE_KEYWORD: _ProbeCache(probe)} if through_cache else {CONTEXT_KEYWORD: probe}
-    view(input_ids=token, position_ids=token, attention_mask=no_mask(device), use_cache=through_cache, **context)
-    expected = view.config.get_text_config(decoder=True).num_hidden_layers
-    if len(probe.specs) != expected:
-        raise ValueError(
-            f"{type(view).__name__}: {len(probe.specs)} of {expected} layers use Transformers' attention interface; "
-            "paged attention needs all of them"
-        )
-    return [probe.specs[i] for i in sorted(probe.specs)]

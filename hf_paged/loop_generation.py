@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from hf_paged.config import EngineConfig
-from hf_paged.layer_probe import CACHE_KEYWORD
+from hf_paged.packed_model import CACHE_KEYWORD
 from hf_paged.paged_cache import PagedCache
 
 Loop = Callable[..., Any]  # GenerationMixin._sample and its like, unbound

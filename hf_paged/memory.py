@@ -8,12 +8,11 @@ import math
 
 import psutil
 import torch
-from transformers import PreTrainedModel
 
 from hf_paged.config import EngineConfig
 from hf_paged.kv_cache import KVCache
 from hf_paged.model_runner import ModelRunner
-from hf_paged.model_view import device_of
+from hf_paged.packed_model import PackedModel
 from hf_paged.request import Request, ScheduledRequest, SchedulerOutput
 from hf_paged.sampling_params import SamplingParams
 
@@ -24,7 +23,7 @@ CPU_SHARE = 0.25  # of the free CPU memory: other programs live there too
 _SAMPLER_COPIES = 4  # fp32 copies of all logits that sampling may hold at once
 
 
-def resolve_num_blocks(config: EngineConfig, view: PreTrainedModel, empty: KVCache, *, max_model_len: int) -> int:
+def resolve_num_blocks(config: EngineConfig, model: PackedModel, empty: KVCache, *, max_model_len: int) -> int:
     """Blocks to allocate, the null block included: `config.num_blocks`, or what the free memory holds.
 
     On a GPU that is `gpu_memory_utilization` of the card, less what is in use and the peak of a profiling forward. On a
@@ -38,9 +37,9 @@ def resolve_num_blocks(config: EngineConfig, view: PreTrainedModel, empty: KVCac
     """
     if config.num_blocks is not None:
         return config.num_blocks
-    device = device_of(view)
+    device = model.device
     if device.type == "cuda":
-        free = _free_after_profile(config, view, empty, max_model_len)
+        free = _free_after_profile(config, model, empty, max_model_len)
     else:
         free = int(psutil.virtual_memory().available * CPU_SHARE)
     useful = config.max_num_seqs * math.ceil(max_model_len / config.block_size) * len(empty.groups) + 1
@@ -60,29 +59,29 @@ def resolve_num_blocks(config: EngineConfig, view: PreTrainedModel, empty: KVCac
     return num_blocks
 
 
-def _free_after_profile(config: EngineConfig, view: PreTrainedModel, empty: KVCache, max_model_len: int) -> int:
+def _free_after_profile(config: EngineConfig, model: PackedModel, empty: KVCache, max_model_len: int) -> int:
     """Bytes left on the GPU beside everything in use and the activations of the largest step."""
-    device = device_of(view)
+    device = model.device
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    vocab_size = _run_largest_step(config, view, empty, max_model_len)
+    _run_largest_step(config, model, empty, max_model_len)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     in_use = total - free
-    sampling = _SAMPLER_COPIES * config.max_num_seqs * vocab_size * 4
+    sampling = _SAMPLER_COPIES * config.max_num_seqs * model.vocab_size * 4
     return int(total * config.gpu_memory_utilization) - in_use - peak - sampling
 
 
-def _run_largest_step(config: EngineConfig, view: PreTrainedModel, empty: KVCache, max_model_len: int) -> int:
-    """A prefill of `max_num_batched_tokens` tokens in as few sequences as allowed; returns the vocabulary size."""
+def _run_largest_step(config: EngineConfig, model: PackedModel, empty: KVCache, max_model_len: int) -> None:
+    """A prefill of `max_num_batched_tokens` tokens in as few sequences as allowed."""
     length = min(config.max_num_batched_tokens, max_model_len)
     num_seqs = min(max(config.max_num_batched_tokens // length, 1), config.max_num_seqs)
     blocks_each = math.ceil(length / config.block_size)
     cache = KVCache(empty.specs, empty.formats, num_blocks=1 + num_seqs * blocks_each, block_size=config.block_size)
-    runner = ModelRunner(view, cache, config, max_model_len=max_model_len)
+    runner = ModelRunner(model, cache, config, max_model_len=max_model_len)
     scheduled = []
     for i in range(num_seqs):
         request = Request(f"profile-{i}", [0] * length, SamplingParams())
@@ -92,4 +91,3 @@ def _run_largest_step(config: EngineConfig, view: PreTrainedModel, empty: KVCach
         scheduled.append(ScheduledRequest(request, length, 0, True))
     runner.forward(SchedulerOutput(scheduled=scheduled, admitted=[item.request for item in scheduled]))
     torch.cuda.synchronize()
-    return runner.vocab_size

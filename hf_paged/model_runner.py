@@ -8,14 +8,12 @@ the device: a token sampled by an earlier step is read from `last_token` where i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall, AttentionContext, no_mask
+from hf_paged.attention import AttentionCall
 from hf_paged.config import EngineConfig
 from hf_paged.cuda_graph import DecodeGraphs
 from hf_paged.fused_modules import RotaryCall, RotaryContext
@@ -25,7 +23,7 @@ from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.reshape_and_cache import write_kv
 from hf_paged.kv_cache import KVCache
 from hf_paged.model_inputs import InputBuilder, ModelInputs
-from hf_paged.model_view import device_of
+from hf_paged.packed_model import PackedModel
 from hf_paged.request import ScheduledRequest, SchedulerOutput
 
 
@@ -81,17 +79,16 @@ class ModelRunner:
     """Owns the forward, its inputs and its captured graphs.
 
     Args:
-        view: the model seen through `build_view`.
+        model: the model seen through `build_view`.
         kv_cache: where keys and values go.
         config: resolved engine configuration.
         max_model_len: longest sequence in tokens.
     """
 
-    def __init__(self, view: PreTrainedModel, kv_cache: KVCache, config: EngineConfig, *, max_model_len: int) -> None:
-        self.view = view
+    def __init__(self, model: PackedModel, kv_cache: KVCache, config: EngineConfig, *, max_model_len: int) -> None:
+        self.model = model
         self.kv_cache = kv_cache
-        self.device = device_of(view)
-        self.vocab_size = view.config.get_text_config(decoder=True).vocab_size
+        self.device = model.device
         self.builder = InputBuilder(
             config, num_groups=len(kv_cache.groups), max_model_len=max_model_len, device=self.device
         )
@@ -135,30 +132,7 @@ class ModelRunner:
         known = inputs.input_ids >= 0
         input_ids = torch.where(known, inputs.input_ids, self.last_token[inputs.token_rows])
         context = StepContext(self.kv_cache, inputs.metadata)
-        return run_view(
-            self.view,
-            input_ids.unsqueeze(0),
-            inputs.positions.unsqueeze(0),
-            context,
-            logits_to_keep=inputs.logits_index,
-        )
-
-
-def run_view(
-    view: PreTrainedModel, input_ids: Tensor, positions: Tensor, context: AttentionContext, *, logits_to_keep: Tensor
-) -> Tensor:
-    """One forward of packed tokens `[1, num_tokens]` whose attention is `context`: [num_logits, vocab] logits."""
-    keywords: dict[str, Any] = {CONTEXT_KEYWORD: context}
-    output = view(
-        input_ids=input_ids,
-        position_ids=positions,
-        attention_mask=no_mask(input_ids.device),
-        use_cache=False,
-        logits_to_keep=logits_to_keep,
-        **keywords,
-    )
-    logits: Tensor = output.logits[0]
-    return logits
+        return self.model(input_ids, inputs.positions, context, inputs.logits_index)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -35,13 +34,6 @@ def build_view(model: PreTrainedModel) -> PreTrainedModel:
     view = copy.deepcopy(model, {id(t): t for t in tensors})
     view.set_attn_implementation(ATTENTION_NAME)
     return view
-
-
-def device_of(model: PreTrainedModel) -> torch.device:
-    """Where the model takes its token ids."""
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    return weight.device
 
 
 class ModelFingerprint:

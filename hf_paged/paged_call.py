@@ -18,10 +18,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_paged.config import EngineConfig
-from hf_paged.layer_probe import CACHE_KEYWORD
 from hf_paged.loop_generation import ModeArguments, generate_with_loop, loop_of
+from hf_paged.packed_model import CACHE_KEYWORD
 from hf_paged.paged_cache import PagedCache
-from hf_paged.served_models import takes_keywords
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +134,6 @@ def driver_for(
         return "loop", "assistant" if generation_config.is_assistant else "synced_gpus"
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return "loop", "attentions or hidden states are returned"
-    if not takes_keywords(view):
-        return "loop", f"{type(view).__name__} drops the keyword that carries an engine step"
     other = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _ENGINE_KEYWORDS)
     if other:
         return "loop", f"the forward takes {', '.join(other)}"

@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged.attention import ATTENTION_NAME
-from hf_paged.layer_probe import check_supported, probe_layers
+from hf_paged.layer_probe import check_supported
 from hf_paged.model_view import ViewRegistry
+from hf_paged.packed_model import PackedModel
 
 _VIEWS = ViewRegistry()
 _VIEWS_LOCK = threading.Lock()
-_TAKES_KEYWORDS: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKeyDictionary()  # by view
+_PROBED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()  # views that every layer was seen to serve
 
 
 def paged_view(model: PreTrainedModel) -> PreTrainedModel:
@@ -34,26 +35,13 @@ def paged_view(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError("hf_paged is not registered; call hf_paged.register() (hook=False leaves generate alone)")
     with _VIEWS_LOCK:
         view = _VIEWS.get(model)
-        if view not in _TAKES_KEYWORDS:
-            _TAKES_KEYWORDS[view] = _probe_keywords(view)
+        if view not in _PROBED:
+            PackedModel(view)
+            _PROBED.add(view)
         # The view generates for nobody by default: self-speculation calls `view.generate` for its drafts.
         view.generation_config = copy.copy(model.generation_config)
         view.generation_config.cache_implementation = None
     return view
-
-
-def takes_keywords(view: PreTrainedModel) -> bool:
-    """Whether a keyword of the forward reaches attention, which the engine needs; a cache's tag serves the loop."""
-    return _TAKES_KEYWORDS[view]
-
-
-def _probe_keywords(view: PreTrainedModel) -> bool:
-    try:
-        probe_layers(view)
-    except ValueError:
-        probe_layers(view, through_cache=True)
-        return False
-    return True
 
 
 def forget_models() -> None:

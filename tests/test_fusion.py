@@ -20,9 +20,9 @@ from hf_paged.attention import CONTEXT_KEYWORD, no_mask
 from hf_paged.fusion import FusionReport, fuse
 from hf_paged.kernels.layout import AttentionMetadata
 from hf_paged.kv_cache import KVCache, layer_formats
-from hf_paged.layer_probe import probe_layers
 from hf_paged.model_runner import StepContext
 from hf_paged.model_view import ModelFingerprint, build_view
+from hf_paged.packed_model import PackedModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 BLOCK_SIZE = 16
@@ -30,7 +30,6 @@ BLOCK_SIZE = 16
 KEEPS_LAYERS = ("gpt_neox", "gpt2", "granite", "cohere", "starcoder2", "stablelm")
 KEEPS_MLP = ("gpt_neox", "gpt2", "mixtral", "gpt_oss", "starcoder2")
 KEEPS_ATTENTION = ("olmo2",)
-ENGINE_FAMILIES = [family for family in FAMILIES if family != "stablelm"]  # its layers drop the engine's keyword
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +50,7 @@ def fused_view(model: PreTrainedModel) -> tuple[PreTrainedModel, FusionReport]:
 def step_logits(view: PreTrainedModel, tokens: int = 21) -> Tensor:
     """`[tokens, vocab]` of one packed prompt through fresh pages."""
     device = next(view.parameters()).device
-    specs = probe_layers(view)
+    specs = PackedModel(view).specs
     num_blocks = tokens // BLOCK_SIZE + 1
     formats = layer_formats(specs, "auto", ())
     empty = KVCache(specs, formats, num_blocks=0, block_size=BLOCK_SIZE)
@@ -116,7 +115,7 @@ def test_what_is_fused_in_every_family(family: str) -> None:
             assert sum(report.component(name).kept.values()) == layers and all(report.component(name).kept)
 
 
-@pytest.mark.parametrize("family", ENGINE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_step_gives_the_logits_of_the_model(family: str) -> None:
     model = tiny_model(family)
     expected = step_logits(build_view(model))
@@ -134,7 +133,7 @@ def test_a_fused_step_in_bf16_stays_within_a_few_roundings(family: str) -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("family", ENGINE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_engine_generates_the_same_tokens(family: str, kv_cache_dtype: str) -> None:
     model = tiny_model(family)
     expected = generated(model, fuse=False, kv_cache_dtype=kv_cache_dtype)
@@ -394,7 +393,7 @@ def test_fusion_is_off_on_a_cpu_unless_asked_for() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ENGINE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_engine_generates_the_same_tokens_on_the_gpu(family: str) -> None:
     model = tiny_model(family).cuda()
     assert generated(model, fuse=True) == generated(model, fuse=False)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from hf_paged.layer_probe import probe_layers
 from hf_paged.model_view import ModelFingerprint, ViewRegistry, build_view
+from hf_paged.packed_model import PackedModel
 
 
 def tiny() -> LlamaForCausalLM:
@@ -54,7 +54,7 @@ def test_a_forward_of_a_view_without_pages_is_the_dense_forward() -> None:
 
 
 def test_probe_reports_what_attention_is_given() -> None:
-    specs = probe_layers(build_view(tiny()))
+    specs = PackedModel(build_view(tiny())).specs
     assert [(s.layer_idx, s.num_heads, s.kv_heads, s.head_dim, s.window) for s in specs] == [
         (0, 4, 2, 8, None),
         (1, 4, 2, 8, None),
@@ -65,7 +65,7 @@ def test_an_encoder_decoder_model_is_refused_by_name() -> None:
     config = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)
     model = T5ForConditionalGeneration(config)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration"):
-        probe_layers(build_view(model))
+        PackedModel(build_view(model))
 
 
 @pytest.mark.parametrize(

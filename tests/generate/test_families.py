@@ -142,8 +142,6 @@ def test_outputs_are_diverse_so_that_equal_tokens_mean_equal_models(family: str)
 @pytest.mark.parametrize("case", ENGINE_CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_paged_tokens_are_dense_tokens(family: str, case: str, driver: str) -> None:
-    if family == "stablelm" and driver == "engine":
-        pytest.skip("StableLM drops the keyword that carries an engine step; it always takes the loop")
     paged = run(model_of(family), ENGINE_CASES[case], **CACHE)
     assert all(torch.equal(a, b) for a, b in zip(paged, dense_tokens(family, case), strict=True))
 
