@@ -18,7 +18,7 @@ from hf_paged.kernels.w4a16_tiles import Tiles
 BLOCK_K = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "scale_stride", "scale_rows", "scale_columns"])
 def fp8_gemm_kernel(
     x,  # [M, K] fp16 or bf16
     codes,  # [N, K] float8_e4m3fn
@@ -100,7 +100,7 @@ def fp8_gemm(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride", "scale_rows", "scale_columns"])
 def fp8_dequantize_kernel(
     codes,  # [N, K] float8_e4m3fn
     scales,  # [N / SCALE_ROWS, K / SCALE_COLUMNS]

@@ -75,7 +75,7 @@ def _zero(
     return zero
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "num_tiles", "groups"])  # one kernel for all batch sizes of a launch shape
 def w4a16_kernel(
     x,  # [M, K] fp16 or bf16
     packed,  # [experts,] [N / 64, K / TILE_K, 64, 16] int32

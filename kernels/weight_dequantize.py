@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_paged.kernels.packed_weight import PackedWeight, dequantize_reference
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "group_size"])
 def dequantize_kernel(
     packed,  # [N / 64, K / TILE_K, 64, 16] int32
     scales,  # [groups, N]

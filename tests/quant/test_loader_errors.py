@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers import auto
 
+from hf_paged.eval.random_checkpoint import Format, LlamaShape, write_checkpoint
 from hf_paged.quant import registry
 from hf_paged.quant.config import GPTQConfig
 from hf_paged.quant.linear import PackedLinear
@@ -180,3 +181,19 @@ def test_a_config_passed_by_the_user_still_loads(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="quantization_config"):
         loaded = _load(tmp_path, quantization_config=transformers.GPTQConfig(bits=4, backend="marlin"))
     assert _error(loaded, truth) < EXACT
+
+
+@pytest.mark.parametrize(
+    "form",
+    [Format(act_order=True, symmetric=False), Format(method="awq", symmetric=False), Format(bits=8, group_size=-1)],
+    ids=str,
+)
+def test_a_random_checkpoint_loads_and_keeps_the_size_of_its_activations(form: Format, tmp_path: Path) -> None:
+    """The 70B figures rest on this generator: sharded like a real file, and no layer may overflow or die out."""
+    shape = LlamaShape(hidden=128, intermediate=256, layers=2, heads=4, kv_heads=2, vocab=64)
+    write_checkpoint(tmp_path, shape, form)
+    model = _load(tmp_path)
+    assert isinstance(model.model.layers[1].mlp.down_proj, PackedLinear)
+    with torch.no_grad():
+        hidden = model.model(INPUT).last_hidden_state
+    assert 0.3 < float(hidden.std()) < 3
