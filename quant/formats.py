@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -105,18 +106,21 @@ def _read_gptq(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_ze
         )
         offset = stored_zero_offset(stored, codes, group, layout.bits, layout.zero_offset)
         if offset != layout.zero_offset:
-            logger.warning(
-                "%s: the label says GPTQ %s zero points, the data holds %s; the data is followed",
-                name,
-                _version(layout.zero_offset),
-                _version(offset),
-            )
+            _report_label(layout.zero_offset, offset)
         if not mask_zeros:
             zeros = stored.to(torch.int16) + offset
         else:
             zeros = (stored + offset) & (2**layout.bits - 1)
             zeros = _none_if_symmetric(zeros, layout.bits)
     return _weight(layout, codes, tensors["scales"], zeros, g_idx)
+
+
+@cache
+def _report_label(label: int, found: int) -> None:
+    """Once per process: a lying label concerns every layer of a file."""
+    logger.warning(
+        "the label says GPTQ %s zero points, the data holds %s; the data is followed", *map(_version, (label, found))
+    )
 
 
 def _version(offset: int) -> str:
