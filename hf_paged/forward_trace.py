@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall, no_mask
+from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall
+from hf_paged.packed_model import PackedModel
 
 _NUM_TOKENS = 4
 _POSITIONS = 2048  # where the config states no limit
@@ -50,7 +51,8 @@ class TracedCall:
 class _Recorder:
     """Keeps the stack of open calls; is the attention context of the watched forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keyword_reaches_attention: bool) -> None:
+        self._reached = keyword_reaches_attention  # else a fused attention would never meet its context
         self.stack: list[TracedCall] = []
         self.root: TracedCall | None = None
 
@@ -70,33 +72,29 @@ class _Recorder:
         out = F.scaled_dot_product_attention(
             call.query, call.key, call.value, is_causal=True, scale=call.scale, enable_gqa=True
         )
-        here.attention, here.attended = call, out.transpose(1, 2).contiguous()
-        return here.attended
+        attended = out.transpose(1, 2).contiguous()
+        if self._reached:
+            here.attention, here.attended = call, attended
+        return attended
 
 
 @torch.no_grad()
 def trace_forward(view: PreTrainedModel) -> TracedCall:
     """The record of one forward of a view whose attention implementation is hf_paged."""
-    device = next(view.get_input_embeddings().parameters()).device
+    model = PackedModel(view)
     config = view.config.get_text_config(decoder=True)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (1, _NUM_TOKENS), generator=generator)
+    ids = torch.randint(model.vocab_size, (_NUM_TOKENS,), generator=generator)
     last = (getattr(config, "max_position_embeddings", None) or _POSITIONS) - 1
-    positions = torch.linspace(0, last, _NUM_TOKENS).long().unsqueeze(0)
-    recorder = _Recorder()
+    positions = torch.linspace(0, last, _NUM_TOKENS).long()
+    recorder = _Recorder(keyword_reaches_attention=model.takes_keywords)
     handles = []
     try:
         for name, module in view.named_modules():
             enter = _entering(recorder, name)
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(lambda module, args, output: recorder.leave(output)))
-        view(
-            input_ids=ids.to(device),
-            position_ids=positions.to(device),
-            attention_mask=no_mask(device),
-            use_cache=False,
-            **{CONTEXT_KEYWORD: recorder},
-        )
+        model(ids.to(model.device), positions.to(model.device), recorder)
     finally:
         for handle in handles:
             handle.remove()
@@ -115,7 +113,7 @@ def amplified(call: TracedCall, target: float) -> TracedCall:
     louder = hidden * gain
     args = (louder, *call.args[1:]) if call.args else ()
     kwargs = call.kwargs if call.args else {**call.kwargs, "hidden_states": louder}
-    recorder = _Recorder()
+    recorder = _Recorder(keyword_reaches_attention=True)
     again = TracedCall(call.module, call.name, args, kwargs)
     recorder.stack.append(again)
     context = {CONTEXT_KEYWORD: recorder} if call.attention is not None else {}

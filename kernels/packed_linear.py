@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_paged.kernels.packed_weight import SLICE, PackedWeight, packed_linear_reference, tile_k
 
-MAX_FUSED_ROWS = 256  # above, cuBLAS on dequantized weights is faster; see docs/performance.md
+MAX_FUSED_ROWS = 128  # above, cuBLAS on dequantized weights is faster: measured in docs/performance.md
 
 
 def fits_kernel(bits: int, group_size: int, in_features: int) -> bool:
@@ -68,7 +68,14 @@ def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: 
         gathered = x if weight.perm is None else x.index_select(1, weight.perm)
         return torch.nn.functional.linear(gathered, dequantize(weight, x.dtype), bias)
     device = x.device.index or 0
-    tiles = choose_tiles(rows, weight.out_features, weight.packed.shape[1], multiprocessors(device))
+    tiles = choose_tiles(
+        rows,
+        weight.out_features,
+        weight.packed.shape[1],
+        multiprocessors(device),
+        tile_k=tile_k(weight.field_bits),
+        shared_memory=shared_memory(device),
+    )
     return w4a16(x.contiguous(), weight, bias, locks, tiles)
 
 
@@ -82,13 +89,29 @@ def expert_rows_linear(x: Tensor, weight: PackedWeight, expert_ids: Tensor, top_
     from hf_paged.kernels.w4a16 import w4a16_experts
     from hf_paged.kernels.w4a16_tiles import choose_tiles
 
-    tiles = choose_tiles(1, weight.out_features, weight.packed.shape[-3], multiprocessors(x.device.index or 0))
+    device = x.device.index or 0
+    tiles = choose_tiles(
+        1,
+        weight.out_features,
+        weight.packed.shape[-3],
+        multiprocessors(device),
+        tile_k=tile_k(weight.field_bits),
+        shared_memory=shared_memory(device),
+    )
     return w4a16_experts(x.contiguous(), weight, expert_ids, top_k, tiles)
 
 
 @cache
 def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_memory(device: int) -> int:
+    """Bytes that one program may use."""
+    import triton
+
+    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 _LIBRARY = torch.library.Library("hf_paged", "FRAGMENT")  # not custom_op: that would import the compiler with us

@@ -22,8 +22,13 @@ class Tiles:
     num_stages: int
 
 
-def choose_tiles(m: int, n: int, num_tiles: int, multiprocessors: int) -> Tiles:
-    """Tiles for `[m, K] x [K, n]` with `num_tiles` tiles along K."""
+def choose_tiles(
+    m: int, n: int, num_tiles: int, multiprocessors: int, *, tile_k: int = 128, shared_memory: int = 232448
+) -> Tiles:
+    """Tiles for `[m, K] x [K, n]` with `num_tiles` tiles of `tile_k` channels along K.
+
+    `shared_memory` is what a program may use, in bytes (an H200's here): it bounds the tiles that are under way.
+    """
     if m <= 32:
         block_m = 8 if m <= 8 else 16 if m <= 16 else 32
         block_n = 128 if n >= 128 * multiprocessors // 4 else 64
@@ -33,7 +38,7 @@ def choose_tiles(m: int, n: int, num_tiles: int, multiprocessors: int) -> Tiles:
             split_k=_split(m, block_m, n, block_n, num_tiles, 4 * multiprocessors),
             scale_weights=False,
             num_warps=4,
-            num_stages=5,
+            num_stages=_stages(5, block_m, block_n, tile_k, shared_memory),
         )
     block_m = 64 if m <= 64 else 128
     return Tiles(
@@ -42,8 +47,13 @@ def choose_tiles(m: int, n: int, num_tiles: int, multiprocessors: int) -> Tiles:
         split_k=_split(m, block_m, n, 128, num_tiles, multiprocessors),
         scale_weights=True,
         num_warps=4 if block_m == 64 else 8,
-        num_stages=4,
+        num_stages=_stages(4, block_m, 128, tile_k, shared_memory),
     )
+
+
+def _stages(wanted: int, block_m: int, block_n: int, tile_k: int, shared_memory: int) -> int:
+    """Tiles under way: activations of 2 bytes, and weights of at most a byte, that fit in shared memory."""
+    return max(min(wanted, shared_memory // (tile_k * (2 * block_m + block_n))), 1)
 
 
 def _split(m: int, block_m: int, n: int, block_n: int, num_tiles: int, programs: int) -> int:

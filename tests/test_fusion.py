@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from hf_paged import LLM, SamplingParams
-from hf_paged.attention import CONTEXT_KEYWORD, no_mask
 from hf_paged.fusion import FusionReport, fuse
 from hf_paged.kernels.layout import AttentionMetadata
 from hf_paged.kv_cache import KVCache, layer_formats
@@ -50,7 +49,8 @@ def fused_view(model: PreTrainedModel) -> tuple[PreTrainedModel, FusionReport]:
 def step_logits(view: PreTrainedModel, tokens: int = 21) -> Tensor:
     """`[tokens, vocab]` of one packed prompt through fresh pages."""
     device = next(view.parameters()).device
-    specs = PackedModel(view).specs
+    model = PackedModel(view)
+    specs = model.specs
     num_blocks = tokens // BLOCK_SIZE + 1
     formats = layer_formats(specs, "auto", ())
     empty = KVCache(specs, formats, num_blocks=0, block_size=BLOCK_SIZE)
@@ -71,16 +71,7 @@ def step_logits(view: PreTrainedModel, tokens: int = 21) -> Tensor:
         )
     ids = prompts((tokens,))[0].to(device)
     positions = torch.arange(tokens, device=device)
-    context: dict[str, Any] = {CONTEXT_KEYWORD: StepContext(cache, tuple(metadata))}
-    output = view(
-        input_ids=ids.unsqueeze(0),
-        position_ids=positions.unsqueeze(0),
-        attention_mask=no_mask(device),
-        use_cache=False,
-        **context,
-    )
-    logits: Tensor = output.logits[0]
-    return logits
+    return model(ids, positions, StepContext(cache, tuple(metadata)))
 
 
 def assert_same_logits(actual: Tensor, expected: Tensor) -> None:
