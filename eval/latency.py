@@ -67,7 +67,7 @@ def measure_latency(
     ]
     if dense:
         dense_bytes = dense_bytes_per_token(llm)
-        systems.append(("dense generate", "auto", dense_bytes, lambda: _dense(model, prompt, workload.new_tokens)))
+        systems.append(("dense", "auto", dense_bytes, lambda: _dense(model, prompt, workload.new_tokens)))
     results = []
     for name, kv, kv_bytes, run in systems:
         runs = [run() for _ in range(repeats + 1)][1:]

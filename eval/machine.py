@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,18 @@ def timed(run: Callable[[], object], device: torch.device, *, repeats: int = 5, 
         if i >= warmup:
             runs.append(time.perf_counter() - start)
     return Timing(runs=tuple(runs))
+
+
+def timed_together(
+    runs: Sequence[Callable[[], object]], device: torch.device, *, repeats: int = 5, warmup: int = 1
+) -> list[Timing]:
+    """The timing of each run, taken in rounds of all, so that whatever else the machine does slows all of them alike."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for i in range(warmup + repeats):
+        for own, run in zip(seconds, runs, strict=True):
+            timing = timed(run, device, repeats=1, warmup=0)
+            own += timing.runs if i >= warmup else ()
+    return [Timing(runs=tuple(own)) for own in seconds]
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:

@@ -2,7 +2,7 @@
 
 All systems run the same model object in the same process on the same greedy work: every prompt gets the same number of
 new tokens, prefix caching is off. The figure is wall time from prompts to token ids, prefill included: the median
-of the repeats after a warm-up.
+of the repeats after a warm-up, in rounds of all systems.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from hf_paged.eval.machine import Machine, Timing, measure_machine, timed
+from hf_paged.eval.machine import Machine, Timing, measure_machine, timed_together
 from hf_paged.eval.workload import Workload, least_seconds
 from hf_paged.llm import LLM
 from hf_paged.sampling_params import SamplingParams
@@ -48,7 +48,7 @@ def measure_throughput(
     engine_options: dict[str, Any] | None = None,
     repeats: int = 5,
 ) -> tuple[Machine, list[Result]]:
-    """Measure the engine and then each of `baselines`, "dense" or "native".
+    """Measure the engine and each of `baselines`: "dense" (`generate`) or "native" (`generate_batch`).
 
     Raises:
         ValueError: the workload is longer than the model's context.
@@ -72,13 +72,14 @@ def measure_throughput(
     for baseline in baselines:
         if baseline == "dense":
             padded = [max(workload.prompt_lens)] * len(prompts)
-            systems.append(("dense generate", "auto", auto_per_token, padded, _dense(model, prompts, workload)))
+            systems.append(("dense", "auto", auto_per_token, padded, _dense(model, prompts, workload)))
         else:
             run = _native(model, prompts, workload)
-            systems.append(("native generate_batch", "auto", auto_per_token, workload.prompt_lens, run))
+            systems.append(("native", "auto", auto_per_token, workload.prompt_lens, run))
+    runs = [_checked(name, run, workload) for name, _, _, _, run in systems]
     results = []
-    for name, kv_cache, kv_bytes, lens, run in systems:
-        timing = timed(_checked(name, run, workload), model.device, repeats=repeats)
+    for system, timing in zip(systems, timed_together(runs, model.device, repeats=repeats), strict=True):
+        name, kv_cache, kv_bytes, lens, _ = system
         least = least_seconds(machine, lens, workload.new_tokens, kv_bytes_per_token=kv_bytes, **weight_sizes(model))
         results.append(_result(name, kv_cache, timing, workload, least))
     return machine, results

@@ -71,7 +71,7 @@ def throughput(
     loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=device)
     baselines = [choice.value for choice in baseline or ()]
     machine, results = measure_throughput(loaded, work, baselines=baselines, engine_options=options, repeats=repeats)
-    table = _table(f"{model}, {_describe(work)}", "seconds", "fastest..slowest", "tokens/s", "ceiling", "of ceiling")
+    table = _table(f"{model}, {_describe(work)}", "seconds", "range", "tokens/s", "ceiling", "of ceiling")
     for result in results:
         table.add_row(
             result.system,
