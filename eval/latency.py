@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_paged.eval.machine import Machine, measure_machine
-from hf_paged.eval.throughput import dense_bytes_per_token, weight_sizes
+from hf_paged.eval.throughput import dense_bytes_per_token, make_llm, weight_sizes
 from hf_paged.eval.workload import Workload, least_seconds
 from hf_paged.llm import LLM
 from hf_paged.sampling_params import SamplingParams
@@ -57,11 +57,10 @@ def measure_latency(
     repeats: int = 5,
 ) -> tuple[Machine, list[LatencyResult]]:
     """Measure the first prompt of `workload`, after one warm-up run; percentiles are over the tokens of all repeats."""
-    options = {"enable_prefix_caching": False, **(engine_options or {})}
-    llm = LLM(model, **options)
+    llm = make_llm(model, workload, engine_options or {})
     machine = measure_machine(model.device, model.dtype)
     prompt = workload.prompts(llm.engine.vocab_size)[0]
-    kv_cache = options.get("kv_cache_dtype", "auto")
+    kv_cache = llm.engine.config.kv_cache_dtype
     systems: list[tuple[str, str, float, Callable[[], list[float]]]] = [
         ("hf_paged", kv_cache, llm.engine.kv_cache.bytes_per_token, lambda: _paged(llm, prompt, workload.new_tokens))
     ]

@@ -62,7 +62,7 @@ def timed(run: Callable[[], object], device: torch.device, *, repeats: int = 5, 
 def timed_together(
     runs: Sequence[Callable[[], object]], device: torch.device, *, repeats: int = 5, warmup: int = 1
 ) -> list[Timing]:
-    """The timing of each run, taken in rounds of all, so that whatever else the machine does slows all of them alike."""
+    """The timing of each run, taken in rounds, so that whatever else the machine does slows all of them alike."""
     seconds: list[list[float]] = [[] for _ in runs]
     for i in range(warmup + repeats):
         for own, run in zip(seconds, runs, strict=True):

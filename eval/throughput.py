@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from hf_paged.config import EngineConfig
 from hf_paged.eval.machine import Machine, Timing, measure_machine, timed_together
 from hf_paged.eval.workload import Workload, least_seconds
+from hf_paged.kv_cache import group_layers
 from hf_paged.llm import LLM
+from hf_paged.model_view import build_view
+from hf_paged.packed_model import PackedModel
 from hf_paged.sampling_params import SamplingParams
 
 Run = Callable[[], int]
@@ -40,6 +44,17 @@ class Result:
         return asdict(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _System:
+    """Something that can run a workload. `prompt_lens` are those that it computes, padding included."""
+
+    name: str
+    kv_cache: str
+    kv_bytes_per_token: float
+    prompt_lens: Sequence[int]
+    run: Run
+
+
 def measure_throughput(
     model: PreTrainedModel,
     workload: Workload,
@@ -54,35 +69,30 @@ def measure_throughput(
         ValueError: the workload is longer than the model's context.
         RuntimeError: a system generated another number of tokens than it was asked.
     """
-    options = {"enable_prefix_caching": False, **(engine_options or {})}
-    llm = LLM(model, **options)
+    llm = make_llm(model, workload, engine_options or {})
     machine = measure_machine(model.device, model.dtype)
-    prompts = workload.prompts(llm.engine.vocab_size)
-    per_token = llm.engine.kv_cache.bytes_per_token
-    auto_per_token = dense_bytes_per_token(llm)
-    systems: list[tuple[str, str, float, Sequence[int], Run]] = [
-        (
-            "hf_paged",
-            options.get("kv_cache_dtype", "auto"),
-            per_token,
-            workload.prompt_lens,
-            _paged(llm, prompts, workload),
-        )
-    ]
-    for baseline in baselines:
-        if baseline == "dense":
-            padded = [max(workload.prompt_lens)] * len(prompts)
-            systems.append(("dense", "auto", auto_per_token, padded, _dense(model, prompts, workload)))
-        else:
-            run = _native(model, prompts, workload)
-            systems.append(("native", "auto", auto_per_token, workload.prompt_lens, run))
-    runs = [_checked(name, run, workload) for name, _, _, _, run in systems]
-    results = []
-    for system, timing in zip(systems, timed_together(runs, model.device, repeats=repeats), strict=True):
-        name, kv_cache, kv_bytes, lens, _ = system
-        least = least_seconds(machine, lens, workload.new_tokens, kv_bytes_per_token=kv_bytes, **weight_sizes(model))
-        results.append(_result(name, kv_cache, timing, workload, least))
+    systems = [_paged(llm, workload)]
+    systems += [_dense(llm, workload) if name == "dense" else _native(llm, workload) for name in baselines]
+    runs = [_checked(system, workload) for system in systems]
+    timings = timed_together(runs, model.device, repeats=repeats)
+    results = [_result(system, timing, workload, machine, model) for system, timing in zip(systems, timings)]
     return machine, results
+
+
+def make_llm(model: PreTrainedModel, workload: Workload, engine_options: dict[str, Any]) -> LLM:
+    """An engine without prefix caching whose pool holds `workload`, so that the other systems find memory too.
+
+    Raises:
+        ValueError: the workload is longer than the model's context.
+    """
+    block_size = engine_options.get("block_size", EngineConfig.block_size)
+    blocks = sum(-(-(length + workload.new_tokens) // block_size) for length in workload.prompt_lens)
+    groups = len(group_layers(PackedModel(build_view(model)).specs))
+    options = {"enable_prefix_caching": False, "num_blocks": blocks * groups + 1, **engine_options}
+    llm = LLM(model, **options)
+    if workload.longest > llm.engine.max_model_len:
+        raise ValueError(f"{workload.longest} tokens are more than the context of {llm.engine.max_model_len}")
+    return llm
 
 
 def weight_sizes(model: PreTrainedModel) -> dict[str, int]:
@@ -104,53 +114,78 @@ def dense_bytes_per_token(llm: LLM) -> float:
     return sum(spec.kv_heads * (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize for spec in specs)
 
 
-def _paged(llm: LLM, prompts: list[list[int]], workload: Workload) -> Run:
+def _paged(llm: LLM, workload: Workload) -> _System:
+    prompts = workload.prompts(llm.engine.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=workload.new_tokens, ignore_eos=True, detokenize=False)
-    return lambda: sum(len(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False))
+    return _System(
+        name="hf_paged",
+        kv_cache=llm.engine.config.kv_cache_dtype,
+        kv_bytes_per_token=llm.engine.kv_cache.bytes_per_token,
+        prompt_lens=workload.prompt_lens,
+        run=lambda: sum(len(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)),
+    )
 
 
-def _dense(model: PreTrainedModel, prompts: list[list[int]], workload: Workload) -> Run:
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    generate: Any = model.generate
+def _dense(llm: LLM, workload: Workload) -> _System:
+    """A static batch, padded on the left to its longest prompt."""
+    prompts, longest = workload.prompts(llm.engine.vocab_size), max(workload.prompt_lens)
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=llm.model.device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=llm.model.device)
+    generate: Any = llm.model.generate
 
     def run() -> int:
         with torch.inference_mode():
             out = generate(ids, attention_mask=mask, max_new_tokens=workload.new_tokens, do_sample=False)
         return int(out.shape[0] * (out.shape[1] - longest))
 
-    return run
+    return _System(
+        name="dense",
+        kv_cache="auto",
+        kv_bytes_per_token=dense_bytes_per_token(llm),
+        prompt_lens=[longest] * len(prompts),
+        run=run,
+    )
 
 
-def _native(model: PreTrainedModel, prompts: list[list[int]], workload: Workload) -> Run:
+def _native(llm: LLM, workload: Workload) -> _System:
     """The pool is sized by the work: left alone, it takes most of the memory, which on a CPU takes minutes to fill."""
+    prompts = workload.prompts(llm.engine.vocab_size)
     generation = GenerationConfig(max_new_tokens=workload.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     blocks = sum(-(-(len(prompt) + workload.new_tokens) // _NATIVE_BLOCK_SIZE) for prompt in prompts)
     batching = ContinuousBatchingConfig(
         block_size=_NATIVE_BLOCK_SIZE, num_blocks=blocks + 8, max_batch_tokens=8192, allow_block_sharing=False
     )
-    generate_batch: Any = model.generate_batch
+    generate_batch: Any = llm.model.generate_batch
 
     def run() -> int:
         out = generate_batch(prompts, generation_config=generation, continuous_batching_config=batching)
         return sum(len(request.generated_tokens) for request in out.values())
 
-    return run
+    return _System(
+        name="native",
+        kv_cache="auto",
+        kv_bytes_per_token=dense_bytes_per_token(llm),
+        prompt_lens=workload.prompt_lens,
+        run=run,
+    )
 
 
-def _checked(name: str, run: Run, workload: Workload) -> Callable[[], None]:
+def _checked(system: _System, workload: Workload) -> Callable[[], None]:
     def checked() -> None:
-        if (count := run()) != workload.generated_tokens:
-            raise RuntimeError(f"{name} generated {count} tokens, not {workload.generated_tokens}")
+        if (count := system.run()) != workload.generated_tokens:
+            raise RuntimeError(f"{system.name} generated {count} tokens, not {workload.generated_tokens}")
 
     return checked
 
 
-def _result(name: str, kv_cache: str, timing: Timing, workload: Workload, least: float) -> Result:
+def _result(system: _System, timing: Timing, workload: Workload, machine: Machine, model: PreTrainedModel) -> Result:
+    kv_bytes = system.kv_bytes_per_token
+    least = least_seconds(
+        machine, system.prompt_lens, workload.new_tokens, kv_bytes_per_token=kv_bytes, **weight_sizes(model)
+    )
     return Result(
-        system=name,
-        kv_cache=kv_cache,
+        system=system.name,
+        kv_cache=system.kv_cache,
         seconds=timing.median,
         fastest=min(timing.runs),
         slowest=max(timing.runs),

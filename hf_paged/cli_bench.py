@@ -41,7 +41,7 @@ WorkloadName = Annotated[str, typer.Option("--workload", help="bN (512 tokens ea
 PromptTokens = Annotated[str | None, typer.Option(help="Another prompt length, e.g. 64, or range, e.g. 16..256.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Tokens that every prompt generates.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs after the warm-up; the median counts.")]
-NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; default: what fits.")]
+NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; default: what the workload needs.")]
 
 
 @bench.command()
