@@ -7,7 +7,7 @@ layers of all groups share slot i. A slot is one tensor `[num_blocks, row_bytes]
 
 so copying, swapping and sharing a block are row operations, and there is no second table for scales. A block id is one
 row in every slot of the group that owns it: one pool serves full and window layers alike. A model of one kind has one
-group. Blocks are never cleared: what was not written is never read.
+group. Blocks are never cleared, what was not written is never used; only the null block 0 is zeros.
 """
 
 from __future__ import annotations
@@ -124,6 +124,8 @@ class KVCache:
             torch.empty((num_blocks, n), dtype=torch.uint8, device=d)
             for n, d in zip(self._row_bytes, devices, strict=True)
         ]
+        for slot in self._slots:
+            slot[:1].zero_()
         self.layers = self._view_pages()
         self._host: list[Tensor] = []
 
@@ -161,6 +163,8 @@ class KVCache:
         for i, old in enumerate(self._slots):
             self._slots[i] = old.new_empty((num_blocks, old.shape[1]))
             self._slots[i][: self.num_blocks] = old
+            if self.num_blocks == 0:
+                self._slots[i][:1].zero_()
         self.num_blocks = num_blocks
         self.layers = self._view_pages()
 

@@ -2,7 +2,8 @@
 
 Pages are HND, `[num_blocks, kv_heads, block_size, head_dim]`. Dimension 0 may be strided (all pages of a block share
 one byte row, see `kv_cache.py`); the inner three dimensions are contiguous. Block 0 is the null block: no live token is
-ever stored there. K and V carry their own format, so an 8-bit K beside a 16-bit V is a plain combination of two values.
+ever stored there, and it holds zeros, so that it may be read under a mask. K and V carry their own format, so an 8-bit
+K beside a 16-bit V is a plain combination of two values.
 """
 
 from __future__ import annotations

@@ -134,9 +134,16 @@ def _decode(
     mask = positions < seq_lens[:, None]
     if window:
         mask &= positions >= seq_lens[:, None] - window
+    ragged = not bool(mask.all())
+    if ragged:  # blocks without a visible key may belong to others: read the null block's zeros instead
+        seen = F.pad(mask, (0, table.shape[1] * layer.block_size - mask.shape[1]))
+        seen = seen.unflatten(1, (-1, layer.block_size)).any(-1)
+        table = table.masked_fill(~seen, 0)
     k, v = (gather_pages(pages, table, q.dtype)[:, :, : len(positions)] for pages in (layer.k, layer.v))
-    if not mask.all():
-        k, v = (x.masked_fill_(~mask[:, None, :, None], 0.0) for x in (k, v))  # unused slots may hold NaN
+    if ragged:  # what is left are unused slots of blocks in use, which may hold NaN
+        unused = ~mask & seen.repeat_interleave(layer.block_size, 1)[:, : mask.shape[1]]
+        k.transpose(1, 2)[unused] = 0.0
+        v.transpose(1, 2)[unused] = 0.0
     out = _attend(q, k, v, mask[:, None, None, :], softcap, sinks)
     out[seq_lens == 0] = 0.0
     return out.flatten(1, 2)

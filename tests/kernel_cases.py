@@ -154,6 +154,25 @@ def make_case(shape: Shape, seed: int = 0) -> Case:
     return to_device(case, shape.device) if shape.device != "cpu" else case
 
 
+def with_null_block(case: Case) -> Case:
+    """The case as a real cache holds it: zeros in the null block."""
+    for pages in (case.layer.k, case.layer.v):
+        pages.tensor.view(torch.uint8)[0] = 0
+        if isinstance(pages, ScaledPages):
+            pages.scale[0] = 0
+    return case
+
+
+def definition(case: Case) -> Tensor:
+    """The reference on the CPU, where it was itself compared with fp64 (CUDA's own sdpa is another implementation).
+
+    The null block is poison for kernels, which never read it; a real cache keeps zeros there, and the reference reads
+    them under a mask.
+    """
+    case = with_null_block(to_device(case, "cpu"))
+    return reference.paged_attention(case.query, case.layer, case.meta, **case.options)
+
+
 def stored_values(pages: Pages, table: Tensor, seq_len: int) -> Tensor:
     """What the pages hold for one sequence, token by token in fp64: `[seq_len, kv_heads, head_dim]`."""
     values = []

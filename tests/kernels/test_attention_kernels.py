@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import Case, Shape, empty_pages, make_case, to_device, tolerance
+from kernel_cases import Case, Shape, definition, empty_pages, make_case, to_device, tolerance
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from hf_paged.kernels import decode_codes, reference
+from hf_paged.kernels import decode_codes
 from hf_paged.kernels.decode_attention import DecodeConfig, decode_attention
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV, PlainPages, ScaledPages
 from hf_paged.kernels.paged_attention import paged_attention
@@ -48,12 +48,6 @@ DECODES = {"q_lens": (1, 1, 1, 1), "seq_lens": (1, 0, 37, 80)}
 PREFILLS = {"q_lens": (1, 1, 37, 3, 1, 20), "seq_lens": (5, 9, 37, 50, 33, 75)}
 
 
-def expected(case: Case) -> Tensor:
-    """On the CPU, where the definition was itself compared with fp64 (CUDA's own sdpa is another implementation)."""
-    case = to_device(case, "cpu")
-    return reference.paged_attention(case.query, case.layer, case.meta, **case.options)
-
-
 def run_decode(case: Case, config: DecodeConfig | None = None) -> Tensor:
     case = to_device(case, DEVICE)
     out = case.query.new_full((*case.query.shape[:2], case.layer.v.tensor.shape[3]), float("nan"))
@@ -81,7 +75,7 @@ def test_decode_equals_the_definition(name: str, num_splits: int) -> None:
     shape = replace(FEATURES[name], **DECODES)
     case = make_case(shape)
     config = DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=num_splits)
-    check(run_decode(case, config), expected(case), shape)
+    check(run_decode(case, config), definition(case), shape)
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -89,7 +83,7 @@ def test_prefill_equals_the_definition_and_leaves_decodes_alone(name: str) -> No
     shape = replace(FEATURES[name], **PREFILLS)
     case = make_case(shape)
     config = PrefillConfig(rows=32, tile=32, num_warps=4, num_stages=2)
-    check(run_prefill(case, config), expected(case)[case.meta.num_decodes :], shape)
+    check(run_prefill(case, config), definition(case)[case.meta.num_decodes :], shape)
 
 
 def test_padded_rows_of_a_captured_batch_become_zeros() -> None:
@@ -105,7 +99,7 @@ def test_more_splits_than_tiles_leave_idle_programs_unread() -> None:
     shape = Shape(q_lens=(1, 1), seq_lens=(17, 70), group=2)
     case = make_case(shape)
     config = DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=40)
-    check(run_decode(case, config), expected(case), shape)
+    check(run_decode(case, config), definition(case), shape)
 
 
 def test_the_range_of_queries_and_scales_does_not_overflow_fp16() -> None:
@@ -116,7 +110,7 @@ def test_the_range_of_queries_and_scales_does_not_overflow_fp16() -> None:
         assert isinstance(case.layer.v, ScaledPages)
         case.layer.v.scale.mul_(v_factor)
         case.query.mul_(q_factor)
-        want = expected(case).float() / v_factor
+        want = definition(case).float() / v_factor
         config = DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=2)
         check(run_decode(case, config).float() / v_factor, want, shape)
         check(run_prefill(replace(case, meta=replace(case.meta, num_decodes=0))).float() / v_factor, want, shape)
@@ -158,7 +152,7 @@ def test_the_register_kernel_equals_the_definition(
     on_gpu = to_device(case, "cuda")
     assert decode_codes.fits(on_gpu.query, on_gpu.layer)
     config = DecodeConfig(tile=shape.block_size, num_splits=num_splits, in_registers=True)
-    check(run_decode(case, config), expected(case), shape)
+    check(run_decode(case, config), definition(case), shape)
 
 
 @pytest.mark.gpu
@@ -179,7 +173,7 @@ def test_mixed_batches_on_the_gpu(format: torch.dtype, group: int, head_dim: int
         dtype=torch.float32 if format == torch.float32 else torch.bfloat16,
     )
     case = to_device(make_case(shape), "cuda")
-    check(paged_attention(case.query, case.layer, case.meta, **case.options), expected(case), shape)
+    check(paged_attention(case.query, case.layer, case.meta, **case.options), definition(case), shape)
 
 
 @pytest.mark.gpu
@@ -198,7 +192,7 @@ def test_features_on_the_gpu(dims: tuple[int, int], format: torch.dtype, options
         **options,
     )
     case = to_device(make_case(shape), "cuda")
-    check(paged_attention(case.query, case.layer, case.meta, **case.options), expected(case), shape)
+    check(paged_attention(case.query, case.layer, case.meta, **case.options), definition(case), shape)
 
 
 @pytest.mark.gpu
@@ -216,7 +210,7 @@ def test_a_captured_decode_serves_every_length_up_to_its_bound(format: torch.dty
     for lens in ((2000, 1, 333, 1024), (5, 0, 32, 1000), (0, 0, 0, 0), (1999, 1, 1, 31)):
         meta.seq_lens.copy_(torch.tensor(lens))
         graph.replay()
-        check(out, expected(case), shape)
+        check(out, definition(case), shape)
 
 
 @pytest.mark.gpu
@@ -273,5 +267,5 @@ def test_pages_and_queries_may_be_strided_views() -> None:
     wide = torch.full((2, 9, 64), float("nan"))
     wide[:, 3:7] = case.query
     config = DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=1)
-    check(run_decode(replace(case, query=wide[:, 3:7]), config), expected(case), shape)
+    check(run_decode(replace(case, query=wide[:, 3:7]), config), definition(case), shape)
     assert empty_pages(2, 2, 16, 64, torch.float32).tensor.stride(0) > 2 * 16 * 64

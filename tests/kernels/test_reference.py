@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_cases import Shape, dense_attention, make_case, tolerance
+from kernel_cases import Shape, dense_attention, make_case, tolerance, with_null_block
 from torch import Tensor
 
 from hf_paged.kernels.layout import AttentionMetadata, PlainPages
@@ -112,7 +112,7 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_attention_equals_dense_fp64_attention_and_never_reads_poison(name: str) -> None:
     shape = SHAPES[name]
-    case = make_case(shape)
+    case = with_null_block(make_case(shape))
     expected = dense_attention(case)
     result = paged_attention(case.query, case.layer, case.meta, **case.options)
     assert (result - expected).abs().max() <= tolerance(shape)
@@ -120,7 +120,7 @@ def test_attention_equals_dense_fp64_attention_and_never_reads_poison(name: str)
 
 def test_bf16_queries_are_computed_in_fp32_and_rounded_once() -> None:
     shape = Shape(**MIXED, dtype=torch.bfloat16, k_format=torch.bfloat16, group=2)
-    case = make_case(shape)
+    case = with_null_block(make_case(shape))
     result = paged_attention(case.query, case.layer, case.meta, **case.options)
     expected = dense_attention(case)
     assert result.dtype == torch.bfloat16
@@ -131,7 +131,7 @@ def test_bf16_queries_are_computed_in_fp32_and_rounded_once() -> None:
 @pytest.mark.parametrize("format", [torch.float32, torch.int8])
 def test_a_prompt_in_chunks_equals_the_prompt_at_once(format: torch.dtype, options: dict) -> None:
     """A chunk must see what the pages hold; chunking a prompt may not change its tokens."""
-    whole = make_case(Shape(q_lens=(90,), seq_lens=(90,), k_format=format, group=2, **options))
+    whole = with_null_block(make_case(Shape(q_lens=(90,), seq_lens=(90,), k_format=format, group=2, **options)))
     expected = paged_attention(whole.query, whole.layer, whole.meta, **whole.options)
     for begin, end in itertools.pairwise((0, 13, 64, 65, 90)):
         meta = AttentionMetadata(
@@ -148,7 +148,7 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once(format: torch.dtype, optio
 
 
 def test_rows_past_the_last_sequence_are_zeros() -> None:
-    case = make_case(Shape(q_lens=(1, 4), seq_lens=(9, 9)))
+    case = with_null_block(make_case(Shape(q_lens=(1, 4), seq_lens=(9, 9))))
     query = torch.cat([case.query, torch.full_like(case.query, float("nan"))])
     result = paged_attention(query, case.layer, case.meta, **case.options)
     assert (result[5:] == 0).all() and result[:5].isfinite().all()
@@ -157,7 +157,7 @@ def test_rows_past_the_last_sequence_are_zeros() -> None:
 def test_a_long_chunk_with_history_keeps_its_scratch_memory_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores of a whole chunk at once would be q_len * seq_len per head; the loop must cut the chunk instead."""
     shape = Shape(q_lens=(600,), seq_lens=(700,), kv_heads=1, softcap=10.0)
-    case = make_case(shape)
+    case = with_null_block(make_case(shape))
     expected = paged_attention(case.query, case.layer, case.meta, **case.options)
     monkeypatch.setattr("hf_paged.kernels.reference.SCRATCH_ELEMENTS", 700 * 32)
     result = paged_attention(case.query, case.layer, case.meta, **case.options)
@@ -166,7 +166,7 @@ def test_a_long_chunk_with_history_keeps_its_scratch_memory_bounded(monkeypatch:
 
 def test_nan_written_by_one_request_stays_with_it() -> None:
     """A broken request in the batch must not reach its neighbours through padding or masks."""
-    case = make_case(Shape(q_lens=(1, 1, 8), seq_lens=(20, 40, 30), k_format=torch.float32))
+    case = with_null_block(make_case(Shape(q_lens=(1, 1, 8), seq_lens=(20, 40, 30), k_format=torch.float32)))
     assert isinstance(case.layer.v, PlainPages)
     case.layer.v.data[int(case.meta.block_tables[1, 0])] = float("nan")
     result = paged_attention(case.query, case.layer, case.meta, **case.options)
