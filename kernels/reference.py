@@ -142,8 +142,9 @@ def _decode(
     k, v = (gather_pages(pages, table, q.dtype)[:, :, : len(positions)] for pages in (layer.k, layer.v))
     if ragged:  # what is left are unused slots of blocks in use, which may hold NaN
         unused = ~mask & seen.repeat_interleave(layer.block_size, 1)[:, : mask.shape[1]]
-        k.transpose(1, 2)[unused] = 0.0
-        v.transpose(1, 2)[unused] = 0.0
+        rows, columns = unused.nonzero(as_tuple=True)  # indices: a boolean mask would pass over all keys
+        k[rows, :, columns] = 0.0
+        v[rows, :, columns] = 0.0
     out = _attend(q, k, v, mask[:, None, None, :], softcap, sinks)
     out[seq_lens == 0] = 0.0
     return out.flatten(1, 2)
