@@ -277,7 +277,7 @@ def prefill_attention(
     config = config or choose_config(layer, query, group)
     group_block = triton.next_power_of_2(group)
     queries = max(config.rows // group_block, 1)
-    most_tiles = (query.shape[0] - meta.num_decodes) // queries + num_seqs
+    most_tiles = query.shape[0] // queries - meta.num_decodes // queries + num_seqs  # tiles are counted from row 0
     _prefill[kv_heads, most_tiles](
         out,
         query,

@@ -86,6 +86,14 @@ def test_prefill_equals_the_definition_and_leaves_decodes_alone(name: str) -> No
     check(run_prefill(case, config), definition(case)[case.meta.num_decodes :], shape)
 
 
+def test_no_query_is_lost_when_decodes_and_prompts_end_inside_a_tile() -> None:
+    """Tiles are counted from row 0 of the batch: a grid counted from the first prompt may lack the last one's tile."""
+    shape = Shape(q_lens=(1, 1, 1, 2, 5), seq_lens=(5, 6, 7, 6, 9))
+    case = make_case(shape)
+    config = PrefillConfig(rows=4, tile=16, num_warps=4, num_stages=2)
+    check(run_prefill(case, config), definition(case)[case.meta.num_decodes :], shape)
+
+
 def test_padded_rows_of_a_captured_batch_become_zeros() -> None:
     """A graph replays rows that hold no sequence: they must neither read the null block nor keep old memory."""
     case = make_case(Shape(q_lens=(1, 1, 1), seq_lens=(0, 20, 0), group=2))
