@@ -23,7 +23,7 @@ from hf_paged.kernels.layout import AttentionMetadata
 from hf_paged.request import Request, ScheduledRequest
 
 _ALIGN = 16  # bytes; every part starts where any dtype may be viewed
-_STAGING_BUFFERS = 3  # a step's staging is reused three steps later, when its copy is long done
+_STAGING_BUFFERS = 3  # a step's staging is reused three steps later, when its copy is long done as a rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class InputBuilder:
         self.num_groups = num_groups
         self._tables = np.zeros((num_groups, config.max_num_seqs, self.table_capacity), dtype=np.int32)
         self._filled = np.zeros((num_groups, config.max_num_seqs), dtype=np.int64)
-        self._staging: list[Tensor] = [torch.empty(0, dtype=torch.uint8) for _ in range(_STAGING_BUFFERS)]
+        self._staging = [_Staging(device) for _ in range(_STAGING_BUFFERS)]
         self._turn = 0
 
     def admit(self, requests: Sequence[Request]) -> None:
@@ -155,13 +155,14 @@ class InputBuilder:
                 is padded with sequences of length 0. Default: a packing of exactly this step in fresh memory.
         """
         packing = packing or StepPacking(self.shape_of(scheduled, len(logits_index)))
-        staging = self._stage(packing.num_bytes)
-        host = packing.on_host(staging.numpy())
-        self._fill(host, scheduled, logits_index)
+        self._turn = (self._turn + 1) % _STAGING_BUFFERS
+        staging = self._staging[self._turn]
+        host = staging.free_bytes(packing.num_bytes)
+        self._fill(packing.on_host(host.numpy()), scheduled, logits_index)
         if buffer is None:
-            buffer = staging.to(self._device, non_blocking=True) if self._device.type != "cpu" else staging.clone()
-        else:
-            buffer.copy_(staging, non_blocking=True)
+            buffer = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self._device)
+        buffer.copy_(host, non_blocking=True)
+        staging.mark_copied()
         return packing.on_device(buffer)
 
     def _fill(
@@ -202,14 +203,28 @@ class InputBuilder:
                     self._tables[g, row, filled : len(table)] = table[filled:]
                     self._filled[g, row] = len(table)
 
-    def _stage(self, num_bytes: int) -> Tensor:
-        self._turn = (self._turn + 1) % _STAGING_BUFFERS
-        staging = self._staging[self._turn]
-        if staging.numel() < num_bytes:
+
+class _Staging:
+    """Host memory of one step. Pinned memory is read when the device gets to the copy, not when it is launched."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def free_bytes(self, num_bytes: int) -> Tensor:
+        """`[num_bytes]` uint8 that may be written; waits if the host is so far ahead that they are yet to be copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._bytes.numel() < num_bytes:
             size = 1 << (num_bytes - 1).bit_length()
-            staging = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            self._staging[self._turn] = staging
-        return staging[:num_bytes]
+            self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=self._copied is not None)
+        return self._bytes[:num_bytes]
+
+    def mark_copied(self) -> None:
+        """A copy of the bytes was launched on the current stream."""
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))
 
 
 def _put(target: np.ndarray, values: np.ndarray, *, pad: int) -> None:
