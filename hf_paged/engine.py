@@ -75,7 +75,7 @@ class Engine:
         pool_tokens: size the pool for this many tokens instead of by the free memory.
 
     Raises:
-        ValueError: the model cannot be paged, or the memory holds no cache.
+        ValueError: the model cannot be paged or lies on several devices, or the memory holds no cache.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Engine:
     ) -> None:
         packed = PackedModel(build_view(model))
         specs = packed.specs
+        _check_one_device(specs)
         formats = layer_formats(specs, config.kv_cache_dtype, config.skip_layers)
         warn_of_uneven_keys(packed, formats)
         self.fusion = fuse(packed.view) if _wants_fusion(config, specs) else not_fused("off here, or by fuse=False")
@@ -174,9 +175,11 @@ class Engine:
         """
         try:
             return work()
-        except Exception as error:
-            logger.exception("a step of %d requests failed", len(plan.scheduled))
+        except BaseException as error:
             self.scheduler.reset_prefix_cache()
+            if not isinstance(error, Exception):  # an interrupt: whoever steps the engine aborts its requests
+                raise
+            logger.exception("a step of %d requests failed", len(plan.scheduled))
             failed = [item.request for item in plan.scheduled if not item.request.is_finished]
             for request in failed:
                 request.error = f"{type(error).__name__}: {error}"
@@ -194,16 +197,20 @@ class Engine:
             self.sampler.admit(request, self._seed_of(request))
         step = self.runner.forward(plan)
         sampled = [item.request for item in plan.scheduled if item.samples]
-        if step is None or not sampled:
-            return LaunchedStep(plan=plan, token_ids=_NO_TOKENS, prompt_logprobs=self._prompt_logprobs(plan, step))
-        output = self.sampler(step.sampled_logits, step.rows, step.positions, sampled)
-        self.runner.last_token[step.rows] = output.token_ids
+        token_ids, logprobs = _NO_TOKENS, None
+        if step is not None and sampled:
+            output = self.sampler(step.sampled_logits, step.rows, step.positions, sampled)
+            self.runner.last_token[step.rows] = output.token_ids
+            token_ids = _to_host(output.token_ids)
+            logprobs = output.logprobs.map(_to_host) if output.logprobs is not None else None
         return LaunchedStep(
             plan=plan,
-            token_ids=_to_host(output.token_ids),
-            logprobs=output.logprobs.map(_to_host) if output.logprobs is not None else None,
+            token_ids=token_ids,
+            logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs(plan, step),
-            done=_record(self.device),
+            done=_record(
+                self.device
+            ),  # without a sampled token too: a chunk's prompt log-probabilities are on their way
         )
 
     def _finish(self, launched: LaunchedStep) -> list[RequestOutput]:
@@ -247,7 +254,7 @@ class Engine:
             request, count = item.request, item.num_scheduled_tokens
             following = request.prompt_token_ids[item.start + 1 : item.start + count + 1]
             logits = step.logits[at : at + len(following)]
-            ids = torch.tensor(following, dtype=torch.long).to(self.device)
+            ids = torch.tensor(following, dtype=torch.long).to(self.device, non_blocking=True)
             k = request.params.prompt_logprobs
             assert k is not None
             if following:
@@ -271,6 +278,12 @@ class Engine:
         if seed is None:
             return derive_seed(self.config.seed, request.arrival)
         return derive_seed(seed, int(request.request_id.rpartition("/")[2]))
+
+
+def _check_one_device(specs: Sequence[LayerSpec]) -> None:
+    devices = sorted({str(spec.device) for spec in specs})
+    if len(devices) > 1:
+        raise ValueError(f"the model's layers lie on {', '.join(devices)}; the engine serves a model on one device")
 
 
 def _wants_fusion(config: EngineConfig, specs: Sequence[LayerSpec]) -> bool:

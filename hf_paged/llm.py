@@ -73,6 +73,7 @@ class LLM:
         self._start_engine()
 
     def _start_engine(self) -> None:
+        vars(self).pop("engine", None)  # its blocks are free before the new ones are taken
         self.engine = Engine(self.model, self._config, tokenizer=self.tokenizer)
         self._fingerprint = ModelFingerprint(self.model)  # after fusion, which moves weights together
 
@@ -201,7 +202,14 @@ class LLM:
         return None
 
     def _refresh(self) -> None:
-        """Follow a model that was changed since the engine was made: cached keys of old weights must not be found."""
+        """Follow a model that was changed since the engine was made: cached keys of old weights must not be found.
+
+        Raises:
+            RuntimeError: a stream is not finished. Its outputs would come out of this call's steps, and be lost.
+        """
+        engine = getattr(self, "engine", None)  # none after a rebuild that failed
+        if engine is not None and engine.scheduler.has_work:
+            raise RuntimeError("a stream of this LLM is not finished; exhaust it, or close() it")
         now = ModelFingerprint(self.model)
         if now.structure != self._fingerprint.structure:
             logger.info("the model changed; its engine is rebuilt")

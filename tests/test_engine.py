@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from hf_paged import LLM, RequestOutput, SamplingParams
 from hf_paged.config import EngineConfig
 from hf_paged.engine import Engine
+from hf_paged.layer_probe import LayerSpec
+from hf_paged.packed_model import PackedModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LENGTHS = (5, 40, 70, 33, 1, 64)
@@ -258,6 +261,18 @@ def test_an_abandoned_stream_leaves_no_request_behind(model: PreTrainedModel) ->
     engine.engine.scheduler.check_integrity()
 
 
+def test_an_unfinished_stream_loses_no_output_to_another_call(model: PreTrainedModel) -> None:
+    """Every output of the engine goes to whoever steps it: a second caller would swallow the end of the stream."""
+    engine = llm(model)
+    stream = engine.stream(prompts()[1], GREEDY)
+    first = next(stream)
+    with pytest.raises(RuntimeError, match="not finished"):
+        engine.generate(prompts(), GREEDY, use_tqdm=False)
+    steps = [first, *stream]
+    assert steps[-1].finished
+    assert tokens(engine.generate(prompts()[1:2], GREEDY, use_tqdm=False)) == tokens(steps[-1:])
+
+
 def test_weights_written_in_place_are_seen_and_old_prefixes_are_not(model: PreTrainedModel) -> None:
     engine = llm(model)
     before = tokens(engine.generate(prompts(), GREEDY, use_tqdm=False))
@@ -300,6 +315,37 @@ def test_a_step_that_fails_ends_its_requests_and_harms_no_later_one(
     assert all("no memory" in (o.error or "") for o in outputs)
     engine.engine.scheduler.check_integrity()
     assert tokens(engine.generate(prompts(), GREEDY, use_tqdm=False)) == alone["auto"]
+
+
+def test_an_interrupted_step_leaves_no_prefix_behind_that_was_never_computed(
+    model: PreTrainedModel, alone: dict[str, list[list[int]]]
+) -> None:
+    """Ctrl-C mostly falls into a step: its blocks are in the prefix cache by then, and hold nothing."""
+    engine = llm(model)
+    forward = engine.engine.runner.forward
+
+    def interrupted(plan: object) -> object:
+        raise KeyboardInterrupt
+
+    engine.engine.runner.forward = interrupted  # type: ignore[method-assign, assignment]  # the fault to be survived
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts(), GREEDY, use_tqdm=False)
+    engine.engine.runner.forward = forward  # type: ignore[method-assign]
+    engine.engine.scheduler.check_integrity()
+    assert tokens(engine.generate(prompts(), GREEDY, use_tqdm=False)) == alone["auto"]
+
+
+def test_a_model_on_two_devices_is_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's tensors lie on one device: kernels of layers elsewhere would follow foreign addresses."""
+    probe = PackedModel._probe
+
+    def spread(packed: PackedModel) -> tuple[LayerSpec, ...]:
+        first, *others = probe(packed)
+        return (replace(first, device=torch.device("meta")), *others)
+
+    monkeypatch.setattr(PackedModel, "_probe", spread)
+    with pytest.raises(ValueError, match=r"cpu, meta.*one device"):
+        llm(model)
 
 
 def test_a_preempted_prompt_reports_each_logprob_once(model: PreTrainedModel) -> None:
