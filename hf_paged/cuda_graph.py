@@ -83,15 +83,8 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        run: Callable[[ModelInputs], Tensor],
-        builder: InputBuilder,
-        config: EngineConfig,
-        *,
-        max_model_len: int,
-        device: torch.device,
+        self, builder: InputBuilder, config: EngineConfig, *, max_model_len: int, device: torch.device
     ) -> None:
-        self._run = run
         self._builder = builder
         self._config = config
         self._max_model_len = max_model_len
@@ -101,21 +94,25 @@ class DecodeGraphs:
         self._broken = False
         self.num_captured = 0
 
-    def get(self, scheduled: Sequence[ScheduledRequest]) -> CapturedStep | None:
-        """The captured step for these single-token sequences; None when the model cannot be captured."""
+    def get(self, scheduled: Sequence[ScheduledRequest], run: Callable[[ModelInputs], Tensor]) -> CapturedStep | None:
+        """The captured step for these single-token sequences; None when the model cannot be captured.
+
+        `run` is the forward to capture. It is not kept: through a cycle with the runner, the pages of a dropped engine
+        would stay until the next garbage collection.
+        """
         if self._broken:
             return None
         batch_size = self._padded_batch(len(scheduled))
         bound = self._length_bound(max(item.start for item in scheduled) + 1)
         step = self._steps.get((batch_size, bound))
         if step is None:
-            step = self._capture(batch_size, bound)
+            step = self._capture(batch_size, bound, run)
         return step
 
-    def _capture(self, batch_size: int, bound: int) -> CapturedStep | None:
+    def _capture(self, batch_size: int, bound: int, run: Callable[[ModelInputs], Tensor]) -> CapturedStep | None:
         try:
             step = CapturedStep(
-                self._run,
+                run,
                 self._builder,
                 batch_size=batch_size,
                 max_seq_len=bound,

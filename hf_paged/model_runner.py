@@ -96,7 +96,7 @@ class ModelRunner:
         wanted = config.cuda_graphs is True or (config.cuda_graphs == "auto" and self.device.type == "cuda")
         self.graphs: DecodeGraphs | None = None
         if wanted:
-            self.graphs = DecodeGraphs(self._run, self.builder, config, max_model_len=max_model_len, device=self.device)
+            self.graphs = DecodeGraphs(self.builder, config, max_model_len=max_model_len, device=self.device)
 
     @torch.inference_mode()
     def forward(self, plan: SchedulerOutput) -> StepLogits | None:
@@ -108,8 +108,9 @@ class ModelRunner:
         if not plan.scheduled:
             return None
         wanted = _WantedLogits.of(plan.scheduled)
-        if self.graphs is not None and wanted.is_decode and (entry := self.graphs.get(plan.scheduled)) is not None:
-            inputs, logits = entry.replay(plan.scheduled, wanted.index)
+        captured = self.graphs.get(plan.scheduled, self._run) if self.graphs is not None and wanted.is_decode else None
+        if captured is not None:
+            inputs, logits = captured.replay(plan.scheduled, wanted.index)
         else:
             parts = self.builder.build(plan.scheduled, wanted.index)
             inputs = ModelInputs.from_parts(parts, **_bounds(plan.scheduled))

@@ -149,7 +149,7 @@ class PackedExperts(nn.Module):
         out = self._by_row(flat, top_k_index, weights) if capturing or top_k_index.numel() <= _MAX_EXPERT_ROWS else None
         if out is None:
             if capturing:
-                raise ValueError(
+                raise RuntimeError(  # as every other failure of a capture: "auto" goes on without graphs
                     "these experts cannot run in a CUDA graph: their projections have no one-launch path; "
                     "use cuda_graphs=False"
                 )
