@@ -238,6 +238,7 @@ class CachePages:
     def crop(self, count: int) -> None:
         """Take back the last `count` columns."""
         columns = max(self.columns - count, 0)
+        self._prompt_columns = min(self._prompt_columns, columns)  # what comes next may differ between its rows
         self.seen = {layer: min(seen, columns) for layer, seen in self.seen.items()}
         self.columns = columns
         self.tables.truncate(np.minimum(self.tables.lengths, np.maximum(columns - self.pads, 0)))
@@ -253,7 +254,7 @@ class CachePages:
         """Give all blocks back and forget every row."""
         self.tables.free()
         self.pads = np.zeros(0, dtype=np.int64)
-        self.columns = 0
+        self.columns = self._prompt_columns = 0
         self.seen = {}
         self._step = self._unread = None
         self._announced = False

@@ -174,7 +174,8 @@ class KVCache:
             return
         table = torch.as_tensor(pairs, dtype=torch.long)
         for slot in self._slots:
-            source, destination = table.to(slot.device).unbind(1)
+            table = table.to(slot.device, non_blocking=True)  # once per device, and nobody waits
+            source, destination = table.unbind(1)
             slot[destination] = slot[source]
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:

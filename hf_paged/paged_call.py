@@ -134,6 +134,8 @@ def driver_for(
         return "loop", "assistant" if generation_config.is_assistant else "synced_gpus"
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return "loop", "attentions or hidden states are returned"
+    if len({p.device for p in view.parameters() if p.device.type == "cuda"}) > 1:
+        return "loop", "the model lies on several GPUs"
     other = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _ENGINE_KEYWORDS)
     if other:
         return "loop", f"the forward takes {', '.join(other)}"
