@@ -85,15 +85,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.requests)
 
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that hold no blocks on the device, swapped ones included."""
-        return len(self.waiting) + len(self.swapped)
-
     # ---- requests come and go ----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:

@@ -1,7 +1,7 @@
 """Few rows times e4m3 weights with any grid of scales: weights read once, activations in 16 bits, fp32 sums.
 
 The weight-only counterpart of `torch._scaled_mm`, for block scales, for activations that stay in 16 bits and for GPUs
-without FP8 units. Like `w4a16`, weights are the left operand and K is split. Beyond a few hundred rows the dequantize
+without FP8 units. Like `w4a16`, weights are the left operand and K is split. Beyond `MAX_FUSED_ROWS` the dequantize
 kernel and cuBLAS take over. Meaning: `fp8_linear_reference` without quantized activations, and `dequantize_fp8`.
 """
 
@@ -111,8 +111,8 @@ def fp8_dequantize_kernel(
     scale_columns,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     code = tl.load(codes + row * K + k, mask=k < K, other=0.0).to(tl.float32)
     scale = tl.load(scales + (row // scale_rows) * scale_stride + k // scale_columns, mask=k < K, other=0.0)
     tl.store(out + row * K + k, (code * scale.to(tl.float32)).to(out.dtype.element_ty), mask=k < K)
@@ -123,7 +123,7 @@ def fp8_dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int], dtype:
     n, k = codes.shape
     out = torch.empty((n, k), dtype=dtype, device=codes.device)
     size = 2048
-    fp8_dequantize_kernel[(triton.cdiv(k, size), n)](
+    fp8_dequantize_kernel[(n, triton.cdiv(k, size))](  # rows first: only that dimension takes more than 65,535
         codes, scales, out, k, scales.stride(0), block[0], max(block[1], 1), BLOCK=size, num_warps=4
     )
     return out

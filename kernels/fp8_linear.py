@@ -112,10 +112,10 @@ def _weight_only(x: Tensor, weight: Fp8Weight, bias: Tensor | None, locks: Tenso
 
 
 def quantizes_activations(x: Tensor, weight: Fp8Weight) -> bool:
-    n, k = weight.codes.shape
     """Whether `fp8_linear` quantizes activations for this weight on this device, or keeps them in 16 bits."""
     if not x.is_cuda:
         return True
+    n, k = weight.codes.shape
     return (
         (weight.dynamic or weight.input_scale is not None)
         and x.dtype in (torch.float16, torch.bfloat16)

@@ -133,7 +133,7 @@ def _kinds(name: str, found: Mapping[str, TensorSpec], label: Label) -> list[str
 def _candidate_bits(kind: str, label: Label) -> list[int]:
     allowed = {"gptq": BITS, "compressed": (4, 8)}.get(kind, (4,))
     first = [label.bits] if label.bits in allowed else []
-    return [*first, *(bits for bits in allowed if bits not in first)]  # type: list[int]
+    return [*first, *(bits for bits in allowed if bits not in first)]
 
 
 def _check_bits(name: str, bits: int, label: Label) -> None:
