@@ -29,7 +29,7 @@ from hf_paged.kernels.rng import derive_seed
 from hf_paged.key_ranges import warn_of_uneven_keys
 from hf_paged.kv_cache import KVCache, layer_formats
 from hf_paged.layer_probe import LayerSpec
-from hf_paged.logprobs import LogprobsTensors, prompt_logprobs
+from hf_paged.logprobs import LogprobsTensors, gather_logprobs
 from hf_paged.memory import GIB, resolve_num_blocks
 from hf_paged.model_runner import ModelRunner, StepLogits, wants_prompt_logprobs
 from hf_paged.model_view import build_view
@@ -258,7 +258,7 @@ class Engine:
             k = request.params.prompt_logprobs
             assert k is not None
             if following:
-                found.append((request, item.start, prompt_logprobs(logits, ids, k).map(_to_host)))
+                found.append((request, item.start, gather_logprobs(logits, ids, k).map(_to_host)))
             at += count
         return found
 

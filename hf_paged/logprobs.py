@@ -74,14 +74,3 @@ def _gather(logits: Tensor, token_ids: Tensor, k: int) -> LogprobsTensors:
         logprobs=torch.cat([chosen, top.values], dim=-1),
         ranks=(logprobs > chosen).sum(-1) + 1,
     )
-
-
-def prompt_logprobs(logits: Tensor, next_token_ids: Tensor, k: int) -> LogprobsTensors:
-    """Log-probabilities of a prompt's own tokens, for a chunk of it.
-
-    Args:
-        logits: `[n, V]`, row i after prompt token i of the chunk.
-        next_token_ids: `[n]` int64, prompt token i + 1.
-        k: likeliest tokens to report beside it.
-    """
-    return gather_logprobs(logits, next_token_ids, k)

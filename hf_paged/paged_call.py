@@ -28,7 +28,6 @@ _STORE_OPTIONS = ("block_size", "kv_cache_dtype", "skip_layers", "num_blocks")
 _ENGINE_OPTIONS = (
     "enable_prefix_caching",
     "swap_space",
-    "max_num_seqs",
     "max_num_batched_tokens",
     "cuda_graphs",
     "async_scheduling",

@@ -21,8 +21,6 @@ from hf_paged.logprobs import CHUNK_ELEMENTS, LogprobsTensors, gather_logprobs
 from hf_paged.request import Request
 from hf_paged.sampling_state import SamplingNeeds, SamplingState
 
-__all__ = ["LogprobsTensors", "Sampler", "SamplerOutput"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerOutput:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -53,15 +52,6 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     torch.manual_seed(0)
     made: PreTrainedModel = request.param()
     return made
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def prompts() -> list[list[int]]:

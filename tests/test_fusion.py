@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,6 @@ BLOCK_SIZE = 16
 KEEPS_LAYERS = ("gpt_neox", "gpt2", "granite", "cohere", "starcoder2", "stablelm")
 KEEPS_MLP = ("gpt_neox", "gpt2", "mixtral", "gpt_oss", "starcoder2")
 KEEPS_ATTENTION = ("olmo2",)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def fused_view(model: PreTrainedModel) -> tuple[PreTrainedModel, FusionReport]:

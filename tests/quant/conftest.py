@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 import transformers
 
 from hf_paged.quant import registry
@@ -13,10 +12,7 @@ from hf_paged.quant import registry
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny matrices: more threads only cost
     transformers.utils.logging.disable_progress_bar()
     registry.register()
     yield
     registry.unregister()
-    torch.set_num_threads(threads)
