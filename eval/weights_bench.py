@@ -1,6 +1,6 @@
 """Time the packed-weight GEMM of one GPU against its measured read bandwidth and against cuBLAS in the same run.
 
-    python -m hf_paged.eval.weights_bench                              # the table of docs/performance.md
+    python -m hf_paged.eval.weights_bench                              # layers of 7B and 70B models
     python -m hf_paged.eval.weights_bench --shapes 57344x8192 --rows 1,8,16 --sweep
     python -m hf_paged.eval.weights_bench --zeros --dtype fp16         # AWQ
     python -m hf_paged.eval.weights_bench --act-order                  # the activation gather in the kernel

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_paged.kernels.packed_weight import SLICE, PackedWeight, packed_linear_reference, tile_k
 
-MAX_FUSED_ROWS = 128  # above, cuBLAS on dequantized weights is faster: measured in docs/performance.md
+MAX_FUSED_ROWS = 128  # above, cuBLAS on dequantized weights is faster (`eval/weights_bench.py`)
 
 
 def fits_kernel(bits: int, group_size: int, in_features: int) -> bool:
