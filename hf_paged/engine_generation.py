@@ -49,11 +49,12 @@ def generate_with_engine(
             `cache_config.num_blocks` gives is too small.
     """
     prompts = _prompts(input_ids, attention_mask)
-    limit = int(generation_config.max_length)
+    limit = max(
+        _max_length(stopping_criteria, generation_config), input_ids.shape[1] + 1
+    )  # dense takes a token at least
     with ENGINES.lease(model, cache_config, num_rows=len(prompts), max_length=limit) as engine:
         if _is_plain(logits_processor, stopping_criteria, generation_config):
-            eos = _token_set(generation_config._eos_token_tensor)
-            rows = _run_free(engine, prompts, limit - input_ids.shape[1], eos, streamer)
+            rows = _run_free(engine, prompts, limit - input_ids.shape[1], _eos_token_ids(stopping_criteria), streamer)
             return _padded(input_ids, rows, generation_config)
         lockstep = _Lockstep(engine, input_ids, prompts, limit)
         return lockstep.run(logits_processor, stopping_criteria, generation_config, streamer)
@@ -63,6 +64,16 @@ def _is_plain(processors: LogitsProcessorList, criteria: StoppingCriteriaList, c
     """Whether nothing but the greedy token, eos and the length decide."""
     known = all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in criteria)
     return not config.do_sample and not processors and known
+
+
+def _max_length(criteria: StoppingCriteriaList, config: GenerationConfig) -> int:
+    """Columns at most. A length criterion of the user's takes the place of the one that `max_new_tokens` makes."""
+    return min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=int(config.max_length))
+
+
+def _eos_token_ids(criteria: StoppingCriteriaList) -> frozenset[int]:
+    """Of the criterion that Transformers made, or of the user's in its place."""
+    return frozenset(i for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.flatten().tolist())
 
 
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
@@ -128,10 +139,6 @@ def _pad_id(config: GenerationConfig) -> int:
     return 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
 
 
-def _token_set(tensor: Tensor | None) -> frozenset[int]:
-    return frozenset() if tensor is None else frozenset(tensor.flatten().tolist())
-
-
 class _Lockstep:
     """All rows take their next token together."""
 
@@ -156,7 +163,7 @@ class _Lockstep:
         input_ids = self._input_ids
         alive = torch.ones(len(self._requests), dtype=torch.long, device=input_ids.device)
         pad = config._pad_token_tensor
-        pads_ended_rows = pad is not None and config._eos_token_tensor is not None
+        pads_ended_rows = pad is not None and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         try:
             for request in self._requests:
                 scheduler.add(request)
@@ -173,7 +180,7 @@ class _Lockstep:
                 if streamer is not None:
                     streamer.put(tokens.cpu())
                 alive = alive & ~criteria(input_ids, scores)
-                # Without eos dense generate pads nothing: a row that a criterion ended goes on until all have ended.
+                # Without eos, dense generate pads nothing: a row that a criterion ended goes on until all have ended.
                 if not self._advance(tokens, alive if pads_ended_rows else alive.max().expand_as(alive)):
                     break
         finally:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from model_zoo import PAD, VOCAB, left_padded, prompts, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    PreTrainedModel,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from hf_paged import PagedCache
+from hf_paged.loop_generation import ModeArguments
+from hf_paged.paged_call import driver_for
 
 BATCH = left_padded(prompts((5, 9)))
 PAGED = {"cache_implementation": "paged"}
@@ -43,6 +54,39 @@ def test_the_choice_of_driver_is_said_once(
     with caplog.at_level(logging.INFO, logger="hf_paged.paged_call"):
         call(model, **PAGED, **options)
     assert [r.message for r in caplog.records if r.levelno == logging.INFO] == [f"paged generate: {said}"]
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=["free", "lockstep"])
+@pytest.mark.parametrize("columns", [12, 30])
+def test_a_length_of_the_users_own_takes_the_place_of_max_new_tokens(
+    model: PreTrainedModel, columns: int, options: dict[str, Any]
+) -> None:
+    """The engine stops by itself at the length and at eos: not at those that dense generate would have put aside."""
+    options = {**options, "max_new_tokens": 8, "stopping_criteria": [MaxLengthCriteria(max_length=columns)]}
+    dense = call(model, **options)
+    assert dense.shape[1] == columns
+    assert torch.equal(call(model, **options, **PAGED), dense)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=["free", "lockstep"])
+def test_an_eos_of_the_users_own_ends_and_pads_rows(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    options = {**options, "max_new_tokens": 12, "pad_token_id": PAD}
+    eos = int(call(model, **options)[0, -9])
+    options["stopping_criteria"] = [EosTokenCriteria(eos_token_id=eos)]
+    dense = call(model, **options)
+    assert (dense[0, -1] == PAD) or dense.shape[1] < 9 + 12
+    assert torch.equal(call(model, **options, **PAGED), dense)
+
+
+def test_a_model_on_several_gpus_takes_the_loop() -> None:
+    """The engine's steps lie on one device; `device_map="auto"` may have spread the layers."""
+
+    def driver(*devices: str) -> str:
+        view = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device(name)) for name in devices])
+        config = GenerationConfig(use_cache=True)
+        return driver_for(cast(PreTrainedModel, view), config, ModeArguments(), {})[0]
+
+    assert [driver("cuda:0", "cuda:0"), driver("cuda:0", "cuda:1"), driver("cpu")] == ["engine", "loop", "engine"]
 
 
 def test_a_model_that_drops_keywords_is_reached_through_a_cache(caplog: pytest.LogCaptureFixture) -> None:
