@@ -81,14 +81,16 @@ def paged_attention_forward(
     """Attention over pages, with the signature of Transformers' attention interface.
 
     Raises:
-        ValueError: the layer asks for something pages do not do (named with the layer), or for dropout.
+        ValueError: the layer asks for something pages do not do (named with the layer), or for dropout, or has no
+            index.
     """
     context: AttentionContext | None = kwargs.pop(CONTEXT_KEYWORD, None) or getattr(key, CONTEXT_TAG, None)
     if context is None:
         features = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **kwargs}
         return _dense_attention(module, query, key, value, attention_mask, scaling, dropout, features)
-    layer_idx = module.layer_idx
-    assert isinstance(layer_idx, int)
+    layer_idx = getattr(module, "layer_idx", None)
+    if not isinstance(layer_idx, int):
+        raise ValueError(f"{type(module).__name__} has no layer_idx; pages cannot tell its layers apart")
     name = f"layer {layer_idx} ({type(module).__name__})"
     unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _NO_EFFECT)
     if unknown:

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_paged.config import KV_FORMATS, EngineConfig
+from hf_paged.engine import resolve_max_model_len
 from hf_paged.fusion import FusionReport, fuse, not_fused
 from hf_paged.kv_cache import KVCache, layer_formats
 from hf_paged.layer_probe import LayerSpec
@@ -91,7 +92,7 @@ def model_info(path: str, *, fusion: bool | None = None) -> ModelInfo:
         dtype=str(model.dtype).removeprefix("torch."),
         num_parameters=num_parameters,
         weight_bytes=weight_bytes,
-        max_model_len=model.config.get_text_config(decoder=True).max_position_embeddings,
+        max_model_len=resolve_max_model_len(EngineConfig(), model),
         layers=layer_kinds(specs),
         memory=memory,
         kv_bytes=kv_bytes,

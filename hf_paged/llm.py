@@ -172,6 +172,8 @@ class LLM:
                 raise ValueError(f"unknown prompt key {sorted(unknown)}; allowed: prompt, prompt_token_ids")
             if "prompt_token_ids" in prompt:
                 return {"prompt": prompt.get("prompt"), "prompt_token_ids": list(prompt["prompt_token_ids"])}
+            if not isinstance(prompt.get("prompt"), str):
+                raise ValueError("a prompt mapping holds a text as `prompt`, or token ids as `prompt_token_ids`")
             return self._encoded(prompt["prompt"], special=not prompt.get("chat", False))
         if isinstance(prompt, str):
             return self._encoded(prompt, special=True)
