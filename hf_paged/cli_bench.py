@@ -132,7 +132,7 @@ def memory(
     for waste in results:
         table.add_row(waste.cache, f"{waste.peak_slots:,}", f"{waste.peak_share:.2%}", f"{waste.run_share:.2%}")
     cli.OUT.print(table)
-    cli.OUT.print("A block size of B leaves (B - 1) / 2 slots per request unused on average; the ceiling is 0%.")
+    cli.OUT.print("A block size of B leaves (B - 1) / 2 slots per request unused on average; the least possible is 0.")
     print(
         json.dumps({"workload": work.name, "new_tokens": new_tokens, "caches": [waste.as_dict() for waste in results]})
     )

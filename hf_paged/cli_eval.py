@@ -56,7 +56,7 @@ def divergence(
             typer.echo(json.dumps(result.as_dict()))
         return
     table = Table(title=f"{model} on {text.name}: {len(windows)} windows of {window} tokens")
-    for column in ("KV", "bytes/token", "tokens scored", "top-1 agreement", "mean |d logprob|", "perplexity", "dense"):
+    for column in ("KV", "bytes/token", "tokens", "top-1", "|d logprob|", "perplexity", "dense ppl"):
         table.add_column(column, justify="left" if column == "KV" else "right")
     for r in results:
         table.add_row(

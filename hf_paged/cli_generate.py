@@ -39,12 +39,14 @@ def generate(
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate per prompt.")] = SamplingParams.max_tokens,
     min_tokens: Annotated[int, typer.Option(help="Tokens before a stop may end it.")] = SamplingParams.min_tokens,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = SamplingParams.temperature,
-    top_p: float = SamplingParams.top_p,
+    top_p: Annotated[
+        float, typer.Option(help="Likeliest tokens that make up this share; 1 = off.")
+    ] = SamplingParams.top_p,
     top_k: Annotated[int, typer.Option(help="0 = off.")] = SamplingParams.top_k,
-    min_p: float = SamplingParams.min_p,
-    repetition_penalty: float = SamplingParams.repetition_penalty,
-    presence_penalty: float = SamplingParams.presence_penalty,
-    frequency_penalty: float = SamplingParams.frequency_penalty,
+    min_p: Annotated[float, typer.Option(help="Of the likeliest token's probability; 0 = off.")] = SamplingParams.min_p,
+    repetition_penalty: Annotated[float, typer.Option(help="1 = off.")] = SamplingParams.repetition_penalty,
+    presence_penalty: Annotated[float, typer.Option(help="0 = off.")] = SamplingParams.presence_penalty,
+    frequency_penalty: Annotated[float, typer.Option(help="0 = off.")] = SamplingParams.frequency_penalty,
     n: Annotated[int, typer.Option("-n", help="Sequences per prompt.")] = SamplingParams.n,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a sequence; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
@@ -52,14 +54,18 @@ def generate(
     kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,
     block_size: cli.BlockSize = EngineConfig.block_size,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks; default: what fits.")] = EngineConfig.num_blocks,
-    gpu_memory_utilization: float = EngineConfig.gpu_memory_utilization,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of the GPU's memory for weights, activations and KV blocks.")
+    ] = EngineConfig.gpu_memory_utilization,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = EngineConfig.max_num_seqs,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step.")] = EngineConfig.max_num_batched_tokens,
     max_model_len: Annotated[int | None, typer.Option(help="Prompt + output; default: the model's.")] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Share blocks of equal prompt beginnings.")] = True,
     swap_space: Annotated[float, typer.Option(help="GiB of CPU memory for preempted requests.")] = 0.0,
-    fuse: Annotated[bool | None, typer.Option(help="Default: on a GPU.")] = None,
-    cuda_graphs: Annotated[bool | None, typer.Option(help="Default: on a GPU.")] = None,
+    fuse: Annotated[bool | None, typer.Option(help="Join small operations into fused ones; default: on a GPU.")] = None,
+    cuda_graphs: Annotated[
+        bool | None, typer.Option(help="Replay decode steps as CUDA graphs; default: on a GPU.")
+    ] = None,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
 ) -> None:
