@@ -200,7 +200,7 @@ class CachePages:
         return self._step
 
     def _begin_step(self, batch: int, q_len: int) -> None:
-        if self.num_rows == 0:
+        if self.num_rows == 0 and self.columns == 0:
             self.tables = BlockTables(self.store.pool, self.store.config.block_size, batch)
             self.pads = self.pads if self._announced else np.zeros(batch, dtype=np.int64)
         if batch != self.num_rows:

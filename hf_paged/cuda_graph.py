@@ -120,6 +120,8 @@ class DecodeGraphs:
                 device=self._device,
                 pool=self._pool,
             )
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the model
         except RuntimeError as error:
             if self._config.cuda_graphs is True:
                 raise

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -263,7 +264,7 @@ class Engine:
         return found
 
     def _checked_ids(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        ids = [int(i) for i in prompt_token_ids]
+        ids = [operator.index(i) for i in prompt_token_ids]
         if not ids:
             raise ValueError("the prompt is empty; at least one token is needed")
         low, high = min(ids), max(ids)

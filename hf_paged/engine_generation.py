@@ -53,7 +53,9 @@ def generate_with_engine(
         _max_length(stopping_criteria, generation_config), input_ids.shape[1] + 1
     )  # dense takes a token at least
     with ENGINES.lease(model, cache_config, num_rows=len(prompts), max_length=limit) as engine:
-        if _is_plain(logits_processor, stopping_criteria, generation_config):
+        # Several rows of one streamer get their tokens together, as dense generate gives them.
+        alone = streamer is None or len(prompts) == 1
+        if alone and _is_plain(logits_processor, stopping_criteria, generation_config):
             rows = _run_free(engine, prompts, limit - input_ids.shape[1], _eos_token_ids(stopping_criteria), streamer)
             return _padded(input_ids, rows, generation_config)
         lockstep = _Lockstep(engine, input_ids, prompts, limit)
@@ -72,8 +74,9 @@ def _max_length(criteria: StoppingCriteriaList, config: GenerationConfig) -> int
 
 
 def _eos_token_ids(criteria: StoppingCriteriaList) -> frozenset[int]:
-    """Of the criterion that Transformers made, or of the user's in its place."""
-    return frozenset(i for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.flatten().tolist())
+    """Of the criterion that Transformers made, or of the user's in its place; -1 is the usual way to say none."""
+    ids = [i for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.flatten().tolist()]
+    return frozenset(i for i in ids if i >= 0)
 
 
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
@@ -86,12 +89,15 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]
     if attention_mask is None:
         return rows
     mask = attention_mask.bool()
-    holes = (mask[:, :-1] & ~mask[:, 1:]).any(-1)
-    if mask.shape != input_ids.shape or holes.any():
-        bad = holes.nonzero().flatten().tolist()
+    if mask.shape != input_ids.shape:
         raise ValueError(
-            f"attention_mask of shape {tuple(mask.shape)} is not left padding (rows {bad}); pages hold no padding: "
-            'tokenize with padding_side="left"'
+            f"attention_mask has shape {tuple(mask.shape)}; allowed: {tuple(input_ids.shape)}, that of input_ids"
+        )
+    holes = (mask[:, :-1] & ~mask[:, 1:]).any(-1)
+    if holes.any():
+        raise ValueError(
+            f"attention_mask masks tokens after real ones in rows {holes.nonzero().flatten().tolist()}; pages hold no "
+            'padding, only left padding can be left out: tokenize with padding_side="left"'
         )
     kept = mask.sum(-1).tolist()
     return [row[len(row) - n :] for row, n in zip(rows, kept, strict=True)]
@@ -131,7 +137,7 @@ def _run_free(
 def _padded(input_ids: Tensor, rows: list[list[int]], config: GenerationConfig) -> Tensor:
     longest = max(map(len, rows))
     pad = _pad_id(config)
-    tail = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], dtype=input_ids.dtype)
+    tail = torch.tensor([row + [pad] * (longest - len(row)) for row in rows], dtype=torch.long)
     return torch.cat([input_ids, tail.to(input_ids.device)], dim=-1)
 
 

@@ -42,6 +42,7 @@ class _Slot:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.owner: int | None = None  # thread whose call is running
         self.engine: Engine | None = None
         self.size = _Size(num_rows=0, max_model_len=0, pool_tokens=0)
         self.structure: int | None = None
@@ -59,19 +60,29 @@ class EngineRegistry:
     def lease(
         self, model: PreTrainedModel, config: EngineConfig, *, num_rows: int, max_length: int
     ) -> Iterator[Engine]:
-        """The model's engine for one call of `num_rows` sequences of at most `max_length` tokens."""
+        """The model's engine for one call of `num_rows` sequences of at most `max_length` tokens.
+
+        Raises:
+            RuntimeError: this thread is inside a paged call on the model (a processor or a streamer called generate).
+        """
         rows_in_blocks = num_rows * math.ceil(max_length / config.block_size)
         size = _Size(
             num_rows=num_rows,
-            max_model_len=math.ceil(max_length / _LENGTH_STEP) * _LENGTH_STEP,
+            max_model_len=_rounded_length(model, max_length),
             pool_tokens=0 if config.num_blocks is not None else rows_in_blocks * config.block_size,
         )
         with self._lock:
             slot = self._slots.setdefault(model, _Slot())
+        if slot.owner == threading.get_ident():
+            raise RuntimeError("generate() was called on a model from inside its own paged generate() call")
         with slot.lock:
-            _prepare(slot, model, config, size)
-            assert slot.engine is not None
-            yield slot.engine
+            slot.owner = threading.get_ident()
+            try:
+                _prepare(slot, model, config, size)
+                assert slot.engine is not None
+                yield slot.engine
+            finally:
+                slot.owner = None
 
     def engine_of(self, model: PreTrainedModel) -> Engine | None:
         """The model's engine, if a call has made one."""
@@ -98,6 +109,13 @@ def _prepare(slot: _Slot, model: PreTrainedModel, config: EngineConfig, size: _S
         slot.engine = Engine(model, sized, pool_tokens=slot.size.pool_tokens or None)
         slot.structure, slot.config = ModelFingerprint(model).structure, config  # taken late: fusion moves weights
     slot.engine.scheduler.reset_prefix_cache()
+
+
+def _rounded_length(model: PreTrainedModel, max_length: int) -> int:
+    """The next multiple of `_LENGTH_STEP`, but no more positions than the model has unless the call asks for them."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    rounded = math.ceil(max_length / _LENGTH_STEP) * _LENGTH_STEP
+    return rounded if limit is None else max(min(rounded, limit), max_length)
 
 
 ENGINES = EngineRegistry()

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 CPU_SHARE = 0.25  # of the free CPU memory: other programs live there too
 _SAMPLER_COPIES = 4  # fp32 copies of all logits that sampling may hold at once
+_GRAPH_BYTES = 1 << 30  # captured steps keep their activations; 14 batch sizes of a 7B model take less
 
 
 def resolve_num_blocks(config: EngineConfig, model: PackedModel, empty: KVCache, *, max_model_len: int) -> int:
@@ -66,17 +67,17 @@ def _free_after_profile(config: EngineConfig, model: PackedModel, empty: KVCache
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    _run_largest_step(config, model, empty, max_model_len)
-    peak = torch.cuda.max_memory_allocated(device) - before
+    page_bytes = _run_largest_step(config, model, empty, max_model_len)
+    peak = torch.cuda.max_memory_allocated(device) - before - page_bytes
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     in_use = total - free
     sampling = _SAMPLER_COPIES * config.max_num_seqs * model.vocab_size * 4
-    return int(total * config.gpu_memory_utilization) - in_use - peak - sampling
+    return int(total * config.gpu_memory_utilization) - in_use - peak - sampling - _GRAPH_BYTES
 
 
-def _run_largest_step(config: EngineConfig, model: PackedModel, empty: KVCache, max_model_len: int) -> None:
-    """A prefill of `max_num_batched_tokens` tokens in as few sequences as allowed."""
+def _run_largest_step(config: EngineConfig, model: PackedModel, empty: KVCache, max_model_len: int) -> int:
+    """A prefill of `max_num_batched_tokens` tokens in as few sequences as allowed; the bytes of the pages it used."""
     length = min(config.max_num_batched_tokens, max_model_len)
     num_seqs = min(max(config.max_num_batched_tokens // length, 1), config.max_num_seqs)
     blocks_each = math.ceil(length / config.block_size)
@@ -90,4 +91,5 @@ def _run_largest_step(config: EngineConfig, model: PackedModel, empty: KVCache, 
         request.block_tables = [blocks for _ in cache.groups]
         scheduled.append(ScheduledRequest(request, length, 0, True))
     runner.forward(SchedulerOutput(scheduled=scheduled, admitted=[item.request for item in scheduled]))
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(model.device)
+    return cache.num_bytes

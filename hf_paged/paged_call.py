@@ -48,7 +48,7 @@ def engine_config(options: Any) -> EngineConfig:
     options = {} if options is None else options
     if not isinstance(options, Mapping):
         raise ValueError(f"cache_config must be a dict, not {type(options).__name__}")
-    unknown = sorted(set(options) - set(CACHE_OPTIONS))
+    unknown = [name for name in options if name not in CACHE_OPTIONS]
     if unknown:
         raise ValueError(f"unknown cache_config keys {unknown}; allowed: {', '.join(CACHE_OPTIONS)}")
     return EngineConfig(**options)
@@ -135,10 +135,23 @@ def driver_for(
         return "loop", "attentions or hidden states are returned"
     if len({p.device for p in view.parameters() if p.device.type == "cuda"}) > 1:
         return "loop", "the model lies on several GPUs"
+    if not _counts_tokens(model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")):
+        return "loop", "position_ids are not those of the tokens"
     other = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _ENGINE_KEYWORDS)
     if other:
         return "loop", f"the forward takes {', '.join(other)}"
     return "engine", mode.value
+
+
+def _counts_tokens(position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
+    """Whether the positions are those that the engine gives: 0, 1, ... from the first token that is no padding."""
+    if position_ids is None:
+        return True
+    real = torch.ones_like(position_ids) if attention_mask is None else attention_mask
+    if position_ids.shape != real.shape:
+        return False
+    real = real.bool()
+    return torch.equal(position_ids[real], (real.cumsum(-1) - 1)[real])
 
 
 def _without_effect(driver: str, config: EngineConfig) -> str:
@@ -149,7 +162,11 @@ def _without_effect(driver: str, config: EngineConfig) -> str:
 
 
 def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> None:
-    """Refuse prompts that no model can answer: without a token, or with ids that it has no embedding for."""
+    """Refuse prompts that no model can answer: no integers, without a token, or with ids that have no embedding."""
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids are {input_ids.dtype}; allowed: token ids in an integer dtype")
+    if not len(input_ids):
+        raise ValueError(f"input_ids of shape {tuple(input_ids.shape)} hold no row; at least one prompt is needed")
     real = torch.ones_like(input_ids, dtype=torch.bool)
     if attention_mask is not None and attention_mask.shape == input_ids.shape:
         real = attention_mask.bool()

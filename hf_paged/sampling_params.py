@@ -64,7 +64,7 @@ class SamplingParams:
         check_float("top_p", self.top_p, minimum=0.0, maximum=1.0)
         if self.top_p == 0:
             refuse("top_p", self.top_p, "a number above 0, at most 1")
-        check_int("top_k", self.top_k, minimum=0)
+        check_int("top_k", self.top_k, minimum=0, maximum=2**31 - 1)
         check_float("min_p", self.min_p, minimum=0.0, maximum=1.0)
         check_float("repetition_penalty", self.repetition_penalty, minimum=0.0)
         if self.repetition_penalty == 0:

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     EosTokenCriteria,
     GenerationConfig,
+    LogitsProcessorList,
     MaxLengthCriteria,
     PreTrainedModel,
 )
@@ -180,3 +181,15 @@ def test_models_that_pages_cannot_serve_are_refused_by_name(family: str) -> None
     assert type(model).__name__ in str(error.value)
     assert model.config.to_dict() == before
     call(model)  # and dense generation still works
+
+
+def test_a_call_from_inside_a_call_on_the_same_model_is_refused_and_does_not_hang(model: PreTrainedModel) -> None:
+    """A processor that generates with the same model would wait for its own call to end."""
+
+    def nested(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        call(model, **PAGED)
+        return scores
+
+    with pytest.raises(RuntimeError, match="inside its own paged generate"):
+        call(model, logits_processor=LogitsProcessorList([nested]), **PAGED)
+    call(model, **PAGED)
