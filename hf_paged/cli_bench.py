@@ -68,7 +68,7 @@ def throughput(
     from hf_paged.eval.throughput import measure_throughput
 
     cli.quiet_unless_terminal()
-    loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=device)
+    loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=cli.usable(device))
     baselines = [choice.value for choice in baseline or ()]
     machine, results = measure_throughput(loaded, work, baselines=baselines, engine_options=options, repeats=repeats)
     table = _table(f"{model}, {_describe(work)}", "seconds", "range", "tokens/s", "ceiling", "of ceiling")
@@ -106,7 +106,7 @@ def latency(
     from hf_paged.eval.latency import measure_latency
 
     cli.quiet_unless_terminal()
-    loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=device)
+    loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=cli.usable(device))
     machine, results = measure_latency(loaded, work, dense=dense, engine_options=options, repeats=repeats)
     table = _table(f"{model}, {_describe(work)}", "first token ms", "p50 ms", "p90 ms", "p99 ms", "least ms")
     for result in results:

@@ -46,7 +46,7 @@ def divergence(
     from hf_paged.eval.divergence import measure_divergence, windows_of
 
     cli.quiet_unless_terminal()
-    loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=device)
+    loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=cli.usable(device))
     tokenizer = AutoTokenizer.from_pretrained(model)
     windows = windows_of(tokenizer(text.read_text(encoding="utf-8"), verbose=False).input_ids, window, max_windows)
     scored = measure_divergence(loaded, windows, formats, block_size=block_size, max_model_len=window + 1)

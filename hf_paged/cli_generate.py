@@ -94,7 +94,7 @@ def load(model: str, dtype: cli.DType, device: str | None, engine_options: dict[
     from hf_paged.llm import LLM  # loads torch: not for --help and bad use
 
     cli.quiet_unless_terminal()
-    return LLM(cli.existing(model), dtype=dtype.value, device=device, **engine_options)
+    return LLM(cli.existing(model), dtype=dtype.value, device=cli.usable(device), **engine_options)
 
 
 def read_prompts(arguments: list[str], file: Path | None) -> Iterator[str | Conversation]:

@@ -67,6 +67,24 @@ def existing(model: str) -> str:
     return model
 
 
+def usable(device: str | None) -> str | None:
+    """`device`, unless this machine has none such: torch would say so late and with an assertion.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    import torch  # not for --help and bad use
+
+    if device is not None and device.startswith("cuda"):
+        try:
+            index = torch.device(device).index or 0
+        except RuntimeError as error:
+            raise ValueError(f"device={device!r} is not a device: {error}") from error
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"device={device!r} is not here; GPUs that PyTorch sees: {torch.cuda.device_count()}")
+    return device
+
+
 def quiet_unless_terminal() -> None:
     """Keep Transformers' progress bars out of logs and pipes."""
     if not sys.stderr.isatty():

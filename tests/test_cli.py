@@ -302,3 +302,11 @@ def test_a_workload_is_the_same_every_time_so_that_figures_compare() -> None:
     assert min(work.prompt_lens) >= 128
     assert max(work.prompt_lens) <= 1024
     assert [len(prompt) for prompt in work.prompts(50)] == list(work.prompt_lens)
+
+
+def test_a_gpu_that_is_not_here_is_told_in_one_line_not_by_an_assertion_of_torch(model_path: Path) -> None:
+    for command in (["generate", model_path, "a"], ["bench", "latency", model_path]):
+        for device in ("cuda:99", "cuda:x"):
+            result = run(*command, "--device", device)
+            assert result.exit_code == 1
+            assert result.stderr.startswith(f"error: device='{device}' is not")
