@@ -48,7 +48,7 @@ def windows_of(token_ids: Sequence[int], window: int, limit: int) -> list[list[i
         raise ValueError(f"window={window} is not allowed; a window needs 2 tokens or more")
     windows = [list(token_ids[i : i + window]) for i in range(0, len(token_ids) - window + 1, window)][:limit]
     if not windows:
-        raise ValueError(f"the text has {len(token_ids)} tokens, fewer than one window of {window}")
+        raise ValueError(f"the text has {len(token_ids)} tokens, fewer than one window of {window}: lower the window")
     return windows
 
 

@@ -64,7 +64,7 @@ def throughput(
     """Generated tokens per second, prefill included, beside the least time the machine could need."""
     options = cli.engine_options(dict(locals()))
     work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
-    from hf_paged.eval.bench_models import load_bench_model  # loads torch: not for --help and bad use
+    from hf_paged.eval.bench_models import load_bench_model  # not for --help
     from hf_paged.eval.throughput import measure_throughput
 
     cli.quiet_unless_terminal()
@@ -102,7 +102,7 @@ def latency(
     """Time to the first token and between tokens of one prompt."""
     options = cli.engine_options(dict(locals()))
     work = cli.checked(make_workload, {"name": "b1", "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
-    from hf_paged.eval.bench_models import load_bench_model  # loads torch: not for --help and bad use
+    from hf_paged.eval.bench_models import load_bench_model  # not for --help
     from hf_paged.eval.latency import measure_latency
 
     cli.quiet_unless_terminal()

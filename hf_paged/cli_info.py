@@ -25,7 +25,7 @@ def info(
     ] = None,
 ) -> None:
     """Show layers, KV bytes per token for each format, tokens that fit this machine, and what is fused."""
-    from hf_paged.info import model_info  # loads torch: not for --help and bad use
+    from hf_paged.info import model_info  # not for --help
 
     cli.quiet_unless_terminal()
     found = model_info(cli.existing(model), fusion=fusion)
