@@ -105,8 +105,11 @@ def read_prompts(arguments: list[str], file: Path | None) -> Iterator[str | Conv
     """
     yield from arguments
     if file is not None:
-        with file.open(encoding="utf-8") as lines:
-            yield from _parse_jsonl(lines, file.name) if file.suffix == ".jsonl" else _parse_text(lines)
+        with file.open(encoding="utf-8-sig") as lines:  # with or without a byte order mark
+            try:
+                yield from _parse_jsonl(lines, file.name) if file.suffix == ".jsonl" else _parse_text(lines)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file.name} is no UTF-8 text: {error}") from error
     elif not arguments and not sys.stdin.isatty():
         yield from _parse_text(sys.stdin)
 

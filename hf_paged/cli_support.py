@@ -12,6 +12,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
+from safetensors import SafetensorError
 
 from hf_paged.config import EngineConfig
 
@@ -46,7 +47,7 @@ def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
             return command(*args, **kwargs)
         except BrokenPipeError:  # the reader of our output had enough; click ends quietly
             raise
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, SafetensorError) as error:
             ERR.print("error:", " ".join(str(error).split()), style="red", markup=False, highlight=False)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as interrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -310,3 +311,21 @@ def test_a_gpu_that_is_not_here_is_told_in_one_line_not_by_an_assertion_of_torch
             result = run(*command, "--device", device)
             assert result.exit_code == 1
             assert result.stderr.startswith(f"error: device='{device}' is not")
+
+
+def test_a_damaged_weight_file_is_told_in_one_line(model_path: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(model_path, tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(b"no weights")
+    result = run("generate", damaged, "a")
+    assert result.exit_code == 1
+    assert result.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_prompt_files_may_begin_with_a_byte_order_mark_and_must_be_text(tmp_path: Path) -> None:
+    marked, binary = tmp_path / "marked.jsonl", tmp_path / "binary.txt"
+    marked.write_text('"a"\n', encoding="utf-8-sig")
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert list(cli_generate.read_prompts([], marked)) == ["a"]
+    with pytest.raises(ValueError, match=r"binary\.txt is no UTF-8 text"):
+        list(cli_generate.read_prompts([], binary))
