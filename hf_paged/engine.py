@@ -31,7 +31,7 @@ from hf_paged.key_ranges import warn_of_uneven_keys
 from hf_paged.kv_cache import KVCache, layer_formats
 from hf_paged.layer_probe import LayerSpec
 from hf_paged.logprobs import LogprobsTensors, gather_logprobs
-from hf_paged.memory import GIB, resolve_num_blocks
+from hf_paged.memory import GIB, check_size, resolve_num_blocks
 from hf_paged.model_runner import ModelRunner, StepLogits, wants_prompt_logprobs
 from hf_paged.model_view import build_view
 from hf_paged.output_processor import OutputProcessor
@@ -85,6 +85,8 @@ class Engine:
         packed = PackedModel(build_view(model))
         specs = packed.specs
         _check_one_device(specs)
+        if config.cuda_graphs is True and packed.device.type != "cuda":
+            raise ValueError(f'cuda_graphs=True needs a model on a CUDA device, not {packed.device}; allowed: "auto"')
         formats = layer_formats(specs, config.kv_cache_dtype, config.skip_layers)
         warn_of_uneven_keys(packed, formats)
         self.fusion = fuse(packed.view) if _wants_fusion(config, specs) else not_fused("off here, or by fuse=False")
@@ -96,6 +98,8 @@ class Engine:
         else:
             num_blocks = resolve_num_blocks(config, packed, empty, max_model_len=self.max_model_len)
         self.config = replace(config, num_blocks=num_blocks, max_model_len=self.max_model_len)
+        check_size(f"{num_blocks} KV blocks", num_blocks * empty.block_bytes, packed.device)
+        check_size(f"swap_space={config.swap_space}", int(config.swap_space * GIB), torch.device("cpu"))
         self.kv_cache = KVCache(specs, formats, num_blocks=num_blocks, block_size=config.block_size)
         num_host_blocks = self.kv_cache.allocate_host(int(config.swap_space * GIB)) if config.swap_space else 0
         self.runner = ModelRunner(packed, self.kv_cache, self.config, max_model_len=self.max_model_len)
@@ -147,7 +151,12 @@ class Engine:
         requests = [leader, *(Request(f"{request_id}/{i}", ids, forked, parent=leader) for i in range(1, params.n))]
         for request in requests:  # what refuses one refuses the first
             self.scheduler.add(request)
-        self.outputs.add(request_id, requests, prompt=prompt, stream=stream)
+        try:
+            self.outputs.add(request_id, requests, prompt=prompt, stream=stream)
+        except Exception:  # the tokenizer cannot decode the prompt
+            for request in requests:
+                self.scheduler.abort(request.request_id)
+            raise
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request now; its output is the terminal one. An unknown or finished id is ignored."""
@@ -183,9 +192,13 @@ class Engine:
             logger.exception("a step of %d requests failed", len(plan.scheduled))
             failed = [item.request for item in plan.scheduled if not item.request.is_finished]
             for request in failed:
-                request.error = f"{type(error).__name__}: {error}"
-                self.scheduler.finish(request, FinishReason.ERROR)
+                self._fail(request, error)
             return self.outputs.collect(failed)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.error = f"{type(error).__name__}: {error}"
+        self.scheduler.finish(request, FinishReason.ERROR)
+        request.finish_reason = FinishReason.ERROR  # also of one whose last token had come
 
     def _launch(self, plan: SchedulerOutput) -> list[RequestOutput]:
         """Send a step to the device; that ends no request yet."""
@@ -227,8 +240,13 @@ class Engine:
             launched.plan, [next(by_entry) if item.samples else None for item in launched.plan.scheduled]
         )
         for i, request in enumerate(sampled):
-            if alive[i]:
+            if not alive[i]:
+                continue
+            try:
                 self._append(request, launched.logprobs, i)
+            except Exception as error:  # a text that the tokenizer cannot decode ends nobody else
+                logger.exception("the text of request %s failed", request.request_id)
+                self._fail(request, error)
         return self.outputs.collect(touched)
 
     def _append(self, request: Request, logprobs: LogprobsTensors | None, row: int) -> None:
@@ -314,7 +332,7 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     for source in (generation_config, model.config.get_text_config(decoder=True)):
         found = getattr(source, "eos_token_id", None)
         if found is not None and not ids:
-            ids.update(found if isinstance(found, list | tuple) else [found])
+            ids.update(i for i in (found if isinstance(found, list | tuple) else [found]) if i >= 0)  # -1 means none
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(ids)

@@ -8,6 +8,7 @@ see every row, and one multinomial over all rows draws what dense generate draws
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -70,7 +71,7 @@ def _is_plain(processors: LogitsProcessorList, criteria: StoppingCriteriaList, c
 
 def _max_length(criteria: StoppingCriteriaList, config: GenerationConfig) -> int:
     """Columns at most. A length criterion of the user's takes the place of the one that `max_new_tokens` makes."""
-    return min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=int(config.max_length))
+    return math.ceil(min((c.max_length for c in criteria if type(c) is MaxLengthCriteria), default=config.max_length))
 
 
 def _eos_token_ids(criteria: StoppingCriteriaList) -> frozenset[int]:

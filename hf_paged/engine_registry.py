@@ -103,10 +103,12 @@ def _prepare(slot: _Slot, model: PreTrainedModel, config: EngineConfig, size: _S
     """Let the slot's engine serve a call, with a new engine if the present one cannot."""
     same = slot.structure == ModelFingerprint(model).structure and slot.config == config
     if slot.engine is None or not same or not slot.size.holds(size):
+        kept = slot.size if same and slot.engine is not None else size
         slot.engine = None  # its blocks are free before the new ones are taken
-        slot.size = slot.size.union(size) if same else size
-        sized = replace(config, max_num_seqs=slot.size.num_rows, max_model_len=slot.size.max_model_len)
-        slot.engine = Engine(model, sized, pool_tokens=slot.size.pool_tokens or None)
+        wanted = kept.union(size)
+        sized = replace(config, max_num_seqs=wanted.num_rows, max_model_len=wanted.max_model_len)
+        slot.engine = Engine(model, sized, pool_tokens=wanted.pool_tokens or None)
+        slot.size = wanted  # only now: a size that could not be had must not be asked for again
         slot.structure, slot.config = ModelFingerprint(model).structure, config  # taken late: fusion moves weights
     slot.engine.scheduler.reset_prefix_cache()
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -61,6 +62,8 @@ class LLM:
         if isinstance(model, str | os.PathLike):
             tokenizer = tokenizer if tokenizer is not None else model
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            if str(device).startswith("cuda") and not torch.cuda.is_available():
+                raise ValueError(f"device={device!r} is not allowed; allowed: 'cpu', PyTorch finds no CUDA device here")
             model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device)
         elif device is not None:
             raise ValueError(f"device={device!r} is for models loaded by name; this model is already on a device")
@@ -156,11 +159,17 @@ class LLM:
         ]
 
     def _jobs(self, prompts: Any, sampling_params: Any) -> list[_Job]:
+        if isinstance(prompts, torch.Tensor | np.ndarray):
+            prompts = prompts.tolist()
+        if not isinstance(prompts, Mapping | Sequence):
+            raise ValueError(f"prompts are one prompt or a list of them, not {type(prompts).__name__}")
         if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         params = sampling_params if sampling_params is not None else SamplingParams()
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
+        if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+            raise ValueError(f"sampling_params={params!r} is not allowed; allowed: a SamplingParams, or a list of them")
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one per prompt")
         return [_Job(**self._tokens_of(p), params=s) for p, s in zip(prompts, params, strict=True)]
@@ -171,17 +180,13 @@ class LLM:
             if unknown := set(prompt) - {"prompt", "prompt_token_ids", "chat"}:
                 raise ValueError(f"unknown prompt key {sorted(unknown)}; allowed: prompt, prompt_token_ids")
             if "prompt_token_ids" in prompt:
-                return {"prompt": prompt.get("prompt"), "prompt_token_ids": list(prompt["prompt_token_ids"])}
+                return {"prompt": prompt.get("prompt"), "prompt_token_ids": _token_ids(prompt["prompt_token_ids"])}
             if not isinstance(prompt.get("prompt"), str):
                 raise ValueError("a prompt mapping holds a text as `prompt`, or token ids as `prompt_token_ids`")
             return self._encoded(prompt["prompt"], special=not prompt.get("chat", False))
         if isinstance(prompt, str):
             return self._encoded(prompt, special=True)
-        if isinstance(prompt, torch.Tensor):
-            prompt = prompt.tolist()
-        if isinstance(prompt, Sequence) and all(isinstance(i, int) for i in prompt):
-            return {"prompt": None, "prompt_token_ids": list(prompt)}
-        raise ValueError(f"a prompt is a text, a list of token ids or a mapping, not {type(prompt).__name__}")
+        return {"prompt": None, "prompt_token_ids": _token_ids(prompt)}
 
     def _encoded(self, text: str, *, special: bool) -> dict[str, Any]:
         if self.tokenizer is None:
@@ -222,3 +227,10 @@ class LLM:
 
     def _next_id(self) -> str:
         return f"llm-{next(self._ids)}"
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    ids = prompt.tolist() if isinstance(prompt, torch.Tensor | np.ndarray) else prompt
+    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(i, int) for i in ids):
+        raise ValueError(f"a prompt is a text, a list of token ids or a mapping, not {prompt!r:.80}")
+    return list(ids)

@@ -60,6 +60,23 @@ def resolve_num_blocks(config: EngineConfig, model: PackedModel, empty: KVCache,
     return num_blocks
 
 
+def check_size(asked: str, num_bytes: int, device: torch.device) -> None:
+    """Refuse what no memory of this machine can ever hold, before an allocator says so in bytes.
+
+    Raises:
+        ValueError: `num_bytes` are more than the device has.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = psutil.virtual_memory().total + psutil.swap_memory().total
+    if num_bytes > total:
+        raise ValueError(
+            f"{asked}: {num_bytes / GIB:,.1f} GiB are more than the {total / GIB:,.1f} GiB of {device}; allowed: fewer "
+            "blocks (num_blocks, or rows times their longest length) or less swap_space"
+        )
+
+
 def _free_after_profile(config: EngineConfig, model: PackedModel, empty: KVCache, max_model_len: int) -> int:
     """Bytes left on the GPU beside everything in use and the activations of the largest step."""
     device = model.device

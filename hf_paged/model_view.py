@@ -9,6 +9,7 @@ when the model changed in a way that a shared tensor does not show (moved, resiz
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Iterator
 from itertools import chain
@@ -31,9 +32,26 @@ def build_view(model: PreTrainedModel) -> PreTrainedModel:
     if getattr(model.config, "_attn_implementation", None) is None or not model._can_set_attn_implementation():
         raise ValueError(f"{type(model).__name__} does not use Transformers' attention interface and cannot be paged")
     tensors = chain(model.parameters(), model.buffers())
-    view = copy.deepcopy(model, {id(t): t for t in tensors})
+    view = copy.deepcopy(model, {id(x): x for x in chain(tensors, _outside_hooks(model))})
     view.set_attn_implementation(ATTENTION_NAME)
     return view
+
+
+def _outside_hooks(model: PreTrainedModel) -> Iterator[Any]:
+    """Hooks that belong to the user: what they record must reach the user's object, not a copy of it."""
+    modules = list(model.modules())
+    for module in modules:
+        for hook in chain(module._forward_pre_hooks.values(), module._forward_hooks.values()):
+            if not any(held is m for held in _held(hook) for m in modules):
+                yield hook
+
+
+def _held(hook: Any) -> Iterator[Any]:
+    """What a hook is called on or with: the object of a method, the arguments of a partial."""
+    if isinstance(hook, functools.partial):
+        yield from chain(hook.args, hook.keywords.values(), _held(hook.func))
+    else:
+        yield getattr(hook, "__self__", hook)
 
 
 class ModelFingerprint:

@@ -5,12 +5,15 @@ Text is decoded once at the end unless somebody watches (streaming) or a stop st
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hf_paged.detokenizer import Detokenizer, detokenize
 from hf_paged.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from hf_paged.request import FinishReason, Request
+
+logger = logging.getLogger(__name__)
 
 
 class _Sequence:
@@ -58,6 +61,8 @@ class _Sequence:
         if self._tokenizer is None:
             return ""
         request = self.request
+        if request.error is not None:  # perhaps because its tokens cannot be decoded
+            return "" if self.detokenizer is None else self.detokenizer.text
         if self.detokenizer is not None:
             return self.detokenizer.finalize() if request.is_finished else self.detokenizer.text
         if not request.is_finished:
@@ -138,11 +143,22 @@ class OutputProcessor:
         outputs = []
         for group in {id(g): g for g, _ in (self._sequences[r.request_id] for r in touched)}.values():
             if group.is_finished:
-                outputs.append(group.output())
+                outputs.append(self._terminal_output(group))
                 self._forget(group)
             elif group.stream:
                 outputs.append(group.output())
         return outputs
+
+    def _terminal_output(self, group: _Group) -> RequestOutput:
+        """A text that cannot be decoded makes the group's output an error; those of the other groups are not lost."""
+        try:
+            return group.output()
+        except Exception as error:
+            logger.exception("the text of request %s failed", group.request_id)
+            for sequence in group.sequences:
+                sequence.request.error = f"{type(error).__name__}: {error}"
+                sequence.request.finish_reason = FinishReason.ERROR
+            return group.output()
 
     def _forget(self, group: _Group) -> None:
         del self._groups[group.request_id]

@@ -90,6 +90,11 @@ class PackedModel:
             self(token, token, probe)
             if len(probe.specs) == expected:
                 return tuple(probe.specs[i] for i in sorted(probe.specs))
+        if "forward" in vars(self.view):
+            raise ValueError(
+                f"{type(self.view).__name__}.forward was replaced on this model, and what replaced it runs the model "
+                "itself, not its pages; use model.compile() instead of compiling forward, or a forward hook"
+            )
         raise ValueError(
             f"{type(self.view).__name__}: {len(probe.specs)} of {expected} layers use Transformers' attention "
             "interface; paged attention needs all of them"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
@@ -347,3 +348,79 @@ def test_a_preempted_prompt_reports_each_logprob_once(model: PreTrainedModel) ->
         assert output.prompt_logprobs is not None
         named = [None, *prompt[1:]]
         assert [e if e is None else next(iter(e)) for e in output.prompt_logprobs] == named
+
+
+class FailingTokenizer:
+    """Cannot decode what holds the token `bad`, like a vocabulary that is smaller than the model's."""
+
+    eos_token_id = None
+    all_special_ids: tuple[int, ...] = ()
+    is_fast = False
+
+    def __init__(self, bad: int) -> None:
+        self.bad = bad
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        if self.bad in ids:
+            raise KeyError(self.bad)
+        return "." * len(ids)
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)], ids=["decoded at the end", "decoded while it grows"])
+def test_a_text_that_cannot_be_decoded_costs_its_own_request_only(
+    model: PreTrainedModel, stop: tuple[str, ...]
+) -> None:
+    """Others of the same step go on, and one that ended in that very step is not lost."""
+    ids = prompts()[:3]
+    expected = tokens(llm(model).generate(ids, GREEDY, use_tqdm=False))
+    bad = next(t for t in expected[0][3:] if t not in expected[1] + expected[2] + ids[1] + ids[2] + ids[0])
+    fails_at = expected[0].index(bad) + 1
+    engine = LLM(model, FailingTokenizer(bad), num_blocks=120, block_size=16)
+    lengths = (24, fails_at, 24)  # the second ends in the step in which the first fails
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, stop=stop) for n in lengths]
+    params[1] = SamplingParams(temperature=0.0, max_tokens=fails_at, ignore_eos=True)
+    outputs = engine.generate(ids, params, use_tqdm=False)
+    assert outputs[0].error is not None
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert tokens(outputs[1:]) == [expected[1][:fails_at], expected[2]]
+    engine.engine.scheduler.check_integrity()
+    assert not engine.engine.has_work
+
+
+def test_a_prompt_that_cannot_be_decoded_leaves_nothing_behind(model: PreTrainedModel) -> None:
+    """A streamed text continues its prompt, so the prompt is decoded when the request is added."""
+    engine = Engine(model, EngineConfig(num_blocks=20), tokenizer=FailingTokenizer(7))
+    with pytest.raises(KeyError):
+        engine.add_request("a", [5, 7], GREEDY, stream=True)
+    assert not engine.has_work
+    engine.add_request("a", [5, 6], GREEDY)
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.check_integrity()
+
+
+def test_an_eos_of_minus_one_means_none(model: PreTrainedModel) -> None:
+    """Configs say "no eos" that way; `min_tokens` must not hold back token -1."""
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = -1
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=4, min_tokens=2)
+        assert [len(t) for t in tokens(llm(model).generate(prompts(), params, use_tqdm=False))] == [4] * len(LENGTHS)
+    finally:
+        model.generation_config.eos_token_id = before
+
+
+def test_prompts_may_be_arrays_and_nothing_else_is_taken_for_ids(model: PreTrainedModel) -> None:
+    engine = llm(model)
+    expected = tokens(engine.generate([[5, 6, 7], [8, 9, 10]], GREEDY, use_tqdm=False))
+    for array in (torch.tensor([[5, 6, 7], [8, 9, 10]]), np.array([[5, 6, 7], [8, 9, 10]])):
+        assert tokens(engine.generate(array, GREEDY, use_tqdm=False)) == expected  # type: ignore[arg-type]
+        assert tokens(engine.generate(array[0], GREEDY, use_tqdm=False)) == expected[:1]  # type: ignore[arg-type]
+    wrong: list[object] = [None, 5, {3, 4}, [[1.5, 2.0]], {"prompt_token_ids": None}, {"prompt_token_ids": [2.5]}, {}]
+    for prompt in wrong:
+        with pytest.raises(ValueError, match="prompt"):
+            engine.generate(prompt, GREEDY, use_tqdm=False)  # type: ignore[arg-type]  # wrong on purpose
+    for params in (5, {"n": 1}, [5]):
+        with pytest.raises(ValueError, match=r"sampling_params=.*allowed"):
+            engine.generate([[5]], params, use_tqdm=False)  # type: ignore[arg-type]  # wrong on purpose
+    assert not engine.engine.has_work

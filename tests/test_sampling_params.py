@@ -22,6 +22,7 @@ from hf_paged.sampling_params import SamplingParams
         ("top_p", 1.01),
         ("top_k", -1),
         ("top_k", 1.0),
+        ("top_k", 2**63),  # the sampler holds it in 64 bits: it would fail everybody in the step
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
         ("presence_penalty", 2.5),

@@ -278,3 +278,15 @@ def test_latent_attention_keeps_latents_in_pages() -> None:
         paged = model.generate(**batch, **options, cache_implementation="paged")
         sequences = (paged.sequences, dense.sequences) if as_dict else (paged, dense)
         assert torch.equal(*sequences)
+
+
+def test_a_cache_whose_last_row_was_dropped_takes_no_other_until_it_is_reset(model: PreTrainedModel) -> None:
+    """It still counts columns, so a new row would be taken for one that has stored them."""
+    cache = PagedCache(model)
+    model(BATCH, past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+    with pytest.raises(ValueError, match="holds 0 rows"):
+        model(BATCH, past_key_values=cache)
+    cache.reset()
+    model(BATCH, past_key_values=cache)
+    assert cache.get_seq_length() == BATCH.shape[1]

@@ -1,0 +1,144 @@
+"""Calls as careless or hostile users make them: the result of dense generate, or an error and nothing left broken."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import VOCAB, left_padded, prompts, tiny_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_paged.engine_registry import ENGINES
+
+BATCH = left_padded(prompts((5, 9)))
+IDS = BATCH["input_ids"]
+ONE = IDS[1:]
+PAGED = {"cache_implementation": "paged"}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+def call(model: Any, *args: Tensor, **options: Any) -> Any:
+    return model.generate(*args, **{"do_sample": False, "max_new_tokens": 5, **options})
+
+
+class Recorder:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        self.seen.append(value.tolist())
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["engine", "loop"])
+def test_positions_of_the_users_reach_the_model(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    """The engine counts tokens itself, so it must leave calls with other positions to the loop."""
+    for positions in (torch.arange(9) * 2, torch.arange(9)):
+        given = {"position_ids": positions[None], **options}
+        assert torch.equal(call(model, ONE, **given, **PAGED), call(model, ONE, **given))
+
+
+@pytest.mark.parametrize("eos", [None, list(range(3, 60))])
+def test_a_streamer_of_several_rows_gets_one_token_of_each_per_step(model: PreTrainedModel, eos: Any) -> None:
+    dense, paged = Recorder(), Recorder()
+    call(model, **BATCH, streamer=dense, eos_token_id=eos)
+    call(model, **BATCH, streamer=paged, eos_token_id=eos, **PAGED)
+    assert paged.seen == dense.seen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"eos_token_id": -1}, {"eos_token_id": [-1, 10**6]}, {"max_new_tokens": 4.0}, {"eos_token_id": []}],
+)
+def test_odd_values_that_dense_generate_takes_mean_the_same(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    assert torch.equal(call(model, **BATCH, **options, **PAGED), call(model, **BATCH, **options))
+
+
+def test_ids_of_a_narrow_dtype_come_back_as_wide_as_from_dense_generate(model: PreTrainedModel) -> None:
+    paged, dense = call(model, ONE.int(), **PAGED), call(model, ONE.int())
+    assert paged.dtype == dense.dtype
+    assert torch.equal(paged, dense)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        ({"input_ids": ONE.float()}, r"input_ids are torch.float32; allowed"),
+        ({"input_ids": ONE.bool()}, r"input_ids are torch.bool; allowed"),
+        ({"input_ids": ONE[:0]}, r"\(0, 9\) hold no row"),
+        ({"input_ids": IDS, "attention_mask": torch.ones(2, 8)}, r"\(2, 8\); allowed: \(2, 9\)"),
+        ({"input_ids": IDS, "attention_mask": torch.ones(1, 9)}, r"\(1, 9\); allowed: \(2, 9\)"),
+        ({"input_ids": IDS, "attention_mask": torch.ones(9)}, r"\(9,\); allowed: \(2, 9\)"),
+        ({"input_ids": IDS, "attention_mask": torch.ones(2, 9).index_fill(1, torch.tensor(4), 0)}, r"rows \[0, 1\]"),
+        ({"input_ids": ONE, "cache_config": {1: 2, "a": 3}}, r"unknown cache_config keys \[1, 'a'\]; allowed"),
+        ({"input_ids": ONE, "cache_config": {"cuda_graphs": True}}, r"cuda_graphs=True needs.*CUDA"),
+        ({"input_ids": ONE, "cache_config": {"num_blocks": 10**12}}, r"10{12} KV blocks: .* GiB are more than"),
+        ({"input_ids": ONE, "cache_config": {"swap_space": 1e9}}, r"swap_space=1000000000.0: .* GiB are more than"),
+        ({"input_ids": ONE, "max_new_tokens": 10**12}, r"KV blocks: .* GiB are more than"),
+    ],
+)
+def test_what_cannot_be_done_is_named_and_the_next_call_works(
+    model: PreTrainedModel, inputs: dict[str, Any], reason: str
+) -> None:
+    """A refused size must not be the one that the next engine is made for."""
+    if inputs.get("cache_config", {}).get("cuda_graphs") and torch.cuda.is_available():
+        pytest.skip("says that there is no GPU")
+    before = model.config.to_dict(), model.generation_config.to_dict()
+    with pytest.raises(ValueError, match=reason):
+        call(model, **inputs, **PAGED)
+    assert (model.config.to_dict(), model.generation_config.to_dict()) == before
+    assert torch.equal(call(model, ONE, **PAGED), call(model, ONE))
+    engine = ENGINES.engine_of(model)
+    assert engine is not None
+    engine.scheduler.check_integrity()
+    assert not engine.has_work
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def hook(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def count(counter: Counter, *_: Any) -> None:
+    counter.calls += 1
+
+
+@pytest.mark.parametrize("partial", [False, True], ids=["method", "partial"])
+def test_what_a_hook_records_reaches_the_users_object(partial: bool) -> None:
+    """Generation runs on a copy of the module tree; a hook's own object must not be copied with it."""
+    model = tiny_model("llama")
+    counter = Counter()
+    layer: nn.Module = model.get_decoder().layers[0]
+    layer.register_forward_hook(functools.partial(count, counter) if partial else counter.hook)
+    call(model, ONE, **PAGED)
+    assert counter.calls >= 5
+
+
+def test_a_replaced_forward_is_refused_by_name() -> None:
+    """It runs the user's model and not the view, so that no page would ever be written."""
+    model: Any = tiny_model("llama")
+    original = model.forward
+    model.forward = lambda *args, **kwargs: original(*args, **kwargs)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM\.forward was replaced"):
+        call(model, ONE, **PAGED)
+    assert call(model, ONE).shape == (1, 14)
+
+
+def test_ids_at_the_edge_of_the_vocabulary_are_served(model: PreTrainedModel) -> None:
+    ids = torch.tensor([[VOCAB - 1, 0, VOCAB - 1]])
+    mask = torch.ones_like(ids)
+    assert torch.equal(call(model, ids, attention_mask=mask, **PAGED), call(model, ids, attention_mask=mask))
