@@ -86,6 +86,8 @@ def _generate_paged(model: PreTrainedModel, original: Callable[..., Any], call: 
         raise ValueError(
             f'the given cache is a {type(cache).__name__}; with cache_implementation="paged" it must be a PagedCache'
         )
+    if cache is not None and call.get("cache_implementation") not in (None, CACHE_NAME):
+        raise ValueError(f"cache_implementation={call['cache_implementation']!r} and a PagedCache exclude each other")
     if _effective(model, call, "token_healing"):
         raise ValueError("token_healing is not available in paged generation; call model.heal_tokens() on the inputs")
     _withdraw(model, call, "cache_implementation")

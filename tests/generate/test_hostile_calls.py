@@ -11,6 +11,7 @@ from model_zoo import VOCAB, left_padded, prompts, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_paged import PagedCache
 from hf_paged.engine_registry import ENGINES
 
 BATCH = left_padded(prompts((5, 9)))
@@ -103,6 +104,11 @@ def test_what_cannot_be_done_is_named_and_the_next_call_works(
     assert engine is not None
     engine.scheduler.check_integrity()
     assert not engine.has_work
+
+
+def test_a_cache_and_another_implementation_are_not_silently_one_of_the_two(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="'static' and a PagedCache exclude each other"):
+        call(model, ONE, past_key_values=PagedCache(model), cache_implementation="static")
 
 
 class Counter:
