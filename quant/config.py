@@ -101,18 +101,18 @@ class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsCo
     _method = QuantizationMethod.COMPRESSED_TENSORS
 
     def label(self, module: str) -> Label:
-        for group in (self.fields.get("config_groups") or {}).values():
-            weights = group.get("weights") or {}
+        for group in _mappings(self.fields, "config_groups"):
+            weights = _mapping("config_groups weights", group.get("weights"))
             if weights.get("type") == "int" and _targets(group.get("targets") or ["Linear"], module):
                 return Label(
-                    bits=weights.get("num_bits"),
-                    group_size=weights.get("group_size") or -1,
+                    bits=_integer(weights, "num_bits"),
+                    group_size=_integer(weights, "group_size") or -1,
                     method=self.quant_method.value,
                 )
         return Label(method=self.quant_method.value)
 
     def quantizes_activations(self, module: str) -> bool:
-        for group in (self.fields.get("config_groups") or {}).values():
+        for group in _mappings(self.fields, "config_groups"):
             if _targets(group.get("targets") or ["Linear"], module):
                 return group.get("input_activations") is not None
         return True
@@ -124,9 +124,11 @@ class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsCo
 
 def _targets(targets: list[str], module: str) -> bool:
     """Whether a compressed-tensors target list names `module`: a class name, a full name, or `re:` and a pattern."""
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise ValueError(f"quantization_config.targets: expected a list of names, found {targets!r}")
     for target in targets:
         if target.startswith("re:"):
-            if re.match(target[3:], module):
+            if _matches(target[3:], module):
                 return True
         elif target in ("Linear", module) or module.endswith("." + target):
             return True
@@ -135,11 +137,29 @@ def _targets(targets: list[str], module: str) -> bool:
 
 def _override(fields: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     """Per-module settings: GPTQModel `dynamic` (regex, `+:` or `-:` prefixed), AutoRound `extra_config` (names)."""
-    for pattern, values in (fields.get("dynamic") or {}).items():
-        if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), module):
+    for pattern, values in _mapping("dynamic", fields.get("dynamic")).items():
+        if not pattern.startswith("-:") and _matches(pattern.removeprefix("+:"), module):
             return values if isinstance(values, Mapping) else {}
-    extra = (fields.get("extra_config") or {}).get(module)
+    extra = _mapping("extra_config", fields.get("extra_config")).get(module)
     return extra if isinstance(extra, Mapping) else {}
+
+
+def _matches(pattern: str, module: str) -> bool:
+    try:
+        return re.match(pattern, module) is not None
+    except re.error as error:
+        raise ValueError(f"quantization_config: {pattern!r} is no regular expression: {error}") from error
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """`value`, empty when there is none."""
+    if value and not isinstance(value, Mapping):
+        raise ValueError(f"quantization_config.{name}: expected an object, found {value!r}")
+    return value or {}
+
+
+def _mappings(fields: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    return [_mapping(f"{name}.{key}", value) for key, value in _mapping(name, fields.get(name)).items()]
 
 
 def _integer(fields: Mapping[str, Any], *names: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -197,3 +198,30 @@ def test_a_random_checkpoint_loads_and_keeps_the_size_of_its_activations(form: F
     with torch.no_grad():
         hidden = model.model(INPUT).last_hidden_state
     assert 0.3 < float(hidden.std()) < 3
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("config_groups",), "x"),
+        (("config_groups", "group_0"), [None]),
+        (("config_groups", "group_0", "weights"), 3),
+        (("config_groups", "group_0", "weights", "group_size"), "x"),
+        (("config_groups", "group_0", "weights", "num_bits"), 4.0),
+        (("config_groups", "group_0", "targets"), 3),
+        (("config_groups", "group_0", "targets"), [None]),
+        (("config_groups", "group_0", "targets"), ["re:("]),
+    ],
+)
+def test_a_config_of_the_wrong_shape_is_named_and_no_attribute_error(
+    path: tuple[str, ...], value: object, tmp_path: Path
+) -> None:
+    write_model(tiny_model("llama"), tmp_path, Cell(kind="compressed"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    place = config["quantization_config"]
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="quantization_config"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
