@@ -125,11 +125,14 @@ def _decode(
 ) -> Tensor:
     """One query per sequence: `q` `[B, kv_heads, group, head_dim]` -> `[B, heads, v_head_dim]`."""
     seq_lens = meta.seq_lens[: q.shape[0]].long()
-    longest = int(seq_lens.max())
-    first = max(int(seq_lens.min()) - window, 0) // layer.block_size if window else 0
+    shortest, longest = int(seq_lens.min()), int(seq_lens.max())
+    first = max(shortest - window, 0) // layer.block_size if window else 0
     table = meta.block_tables[: q.shape[0], first : -(-longest // layer.block_size)].long()
     if table.shape[1] == 0:
         return q.new_zeros(q.shape[0], q.shape[1] * q.shape[2], layer.v.tensor.shape[3])
+    if shortest == longest and not window and softcap is None and sinks is None:  # every key is seen: no mask to build
+        k, v = (gather_pages(pages, table, q.dtype)[:, :, :longest] for pages in (layer.k, layer.v))
+        return F.scaled_dot_product_attention(q, k, v, scale=1.0).flatten(1, 2)
     positions = torch.arange(first * layer.block_size, longest, device=q.device)
     mask = positions < seq_lens[:, None]
     if window:
