@@ -321,7 +321,7 @@ def test_an_interrupted_step_leaves_no_prefix_behind_that_was_never_computed(
     engine.engine.runner.forward = interrupted  # type: ignore[method-assign, assignment]  # the fault to be survived
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompts(), GREEDY, use_tqdm=False)
-    engine.engine.runner.forward = forward  # type: ignore[method-assign]
+    engine.engine.runner.forward = forward  # type: ignore[method-assign]  # healed
     engine.engine.scheduler.check_integrity()
     assert tokens(engine.generate(prompts(), GREEDY, use_tqdm=False)) == alone["auto"]
 
@@ -414,8 +414,8 @@ def test_prompts_may_be_arrays_and_nothing_else_is_taken_for_ids(model: PreTrain
     engine = llm(model)
     expected = tokens(engine.generate([[5, 6, 7], [8, 9, 10]], GREEDY, use_tqdm=False))
     for array in (torch.tensor([[5, 6, 7], [8, 9, 10]]), np.array([[5, 6, 7], [8, 9, 10]])):
-        assert tokens(engine.generate(array, GREEDY, use_tqdm=False)) == expected  # type: ignore[arg-type]
-        assert tokens(engine.generate(array[0], GREEDY, use_tqdm=False)) == expected[:1]  # type: ignore[arg-type]
+        assert tokens(engine.generate(array, GREEDY, use_tqdm=False)) == expected  # type: ignore[arg-type]  # arrays are taken too
+        assert tokens(engine.generate(array[0], GREEDY, use_tqdm=False)) == expected[:1]  # type: ignore[arg-type]  # arrays are taken too
     wrong: list[object] = [None, 5, {3, 4}, [[1.5, 2.0]], {"prompt_token_ids": None}, {"prompt_token_ids": [2.5]}, {}]
     for prompt in wrong:
         with pytest.raises(ValueError, match="prompt"):
