@@ -32,7 +32,7 @@ from hf_paged.kv_cache import KVCache, layer_formats
 from hf_paged.layer_probe import LayerSpec
 from hf_paged.logprobs import LogprobsTensors, gather_logprobs
 from hf_paged.memory import GIB, check_size, resolve_num_blocks
-from hf_paged.model_runner import ModelRunner, StepLogits, wants_prompt_logprobs
+from hf_paged.model_runner import ModelRunner, StepLogits, prompt_logits
 from hf_paged.model_view import build_view
 from hf_paged.output_processor import OutputProcessor
 from hf_paged.outputs import RequestOutput
@@ -264,21 +264,15 @@ class Engine:
     def _prompt_logprobs(self, plan: SchedulerOutput, step: StepLogits | None) -> list[PromptLogprobs]:
         """Log-probabilities of the prompt tokens that follow those computed in this step."""
         found = []
-        at = 0  # row of the step's logits
-        for item in plan.scheduled:
-            if not wants_prompt_logprobs(item):
-                at += item.samples
-                continue
-            assert step is not None
-            request, count = item.request, item.num_scheduled_tokens
-            following = request.prompt_token_ids[item.start + 1 : item.start + count + 1]
-            logits = step.logits[at : at + len(following)]
+        for item, logits in prompt_logits(plan, step):
+            request = item.request
+            following = request.prompt_token_ids[item.start + 1 : item.start + len(logits) + 1]
             ids = torch.tensor(following, dtype=torch.long).to(self.device, non_blocking=True)
             k = request.params.prompt_logprobs
             assert k is not None
             if following:
-                found.append((request, item.start, gather_logprobs(logits, ids, k).map(_to_host)))
-            at += count
+                tensors = gather_logprobs(logits[: len(following)], ids, k)
+                found.append((request, item.start, tensors.map(_to_host)))
         return found
 
     def _checked_ids(self, prompt_token_ids: Sequence[int]) -> list[int]:

@@ -7,6 +7,7 @@ the device: a token sampled by an earlier step is read from `last_token` where i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -171,6 +172,18 @@ def wants_prompt_logprobs(item: ScheduledRequest) -> bool:
     """Whether this chunk holds prompt tokens whose successors' log-probabilities were asked for."""
     request = item.request
     return request.params.prompt_logprobs is not None and item.start < request.num_prompt_tokens
+
+
+def prompt_logits(plan: SchedulerOutput, step: StepLogits | None) -> Iterator[tuple[ScheduledRequest, Tensor]]:
+    """The chunks of `wants_prompt_logprobs`, each with its logits in the step, `[num_scheduled_tokens, vocab]`."""
+    at = 0
+    for item in plan.scheduled:
+        wanted = wants_prompt_logprobs(item)
+        count = item.num_scheduled_tokens if wanted else int(item.samples)
+        if wanted:
+            assert step is not None
+            yield item, step.logits[at : at + count]
+        at += count
 
 
 def _bounds(scheduled: list[ScheduledRequest]) -> dict[str, int]:

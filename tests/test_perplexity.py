@@ -1,0 +1,166 @@
+"""Perplexity is a figure of the stored pages: a path around them, or one that depends on chunking, would lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import prompts, tiny_model
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from hf_paged import model_runner
+from hf_paged.eval.perplexity import measure_perplexity
+from hf_paged.eval.scoring import ScoringEngine, target_logprobs
+from hf_paged.eval.texts import windows_of
+from hf_paged.kernels.layout import LayerKV
+from hf_paged.kernels.reference import dequantize, quantize_rows
+
+WINDOW = 64
+TEXT = prompts((3 * WINDOW + 10,), seed=3)[0].tolist()
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+def perplexity(model: PreTrainedModel, kv_cache_dtype: str = "auto", **options: Any) -> float:
+    return measure_perplexity(model, TEXT, window=WINDOW, kv_cache_dtype=kv_cache_dtype, **options).perplexity
+
+
+def test_auto_pages_give_the_perplexity_of_the_dense_model(model: PreTrainedModel) -> None:
+    windows = torch.tensor(TEXT[: 3 * WINDOW]).view(3, WINDOW)
+    loss = model(input_ids=windows, labels=windows).loss.item()  # mean over the 3 x 63 tokens
+    result = measure_perplexity(model, TEXT, window=WINDOW)
+    assert math.log(result.perplexity) == pytest.approx(loss, abs=1e-5)
+    assert (result.num_tokens, result.num_windows, result.stride) == (3 * (WINDOW - 1), 3, WINDOW)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8", "k=int8,v=fp8"])
+def test_perplexity_does_not_depend_on_how_windows_are_chunked(model: PreTrainedModel, kv_cache_dtype: str) -> None:
+    """A chunk that attends to its own unquantized keys would make large chunks look better."""
+    small, medium, whole = (perplexity(model, kv_cache_dtype, chunk=chunk) for chunk in (16, 25, 256))
+    # fp32 sums in another order; the bar is 1e-4
+    assert small == pytest.approx(whole, rel=1e-5)
+    assert medium == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.fixture
+def fake_quantized() -> Iterator[list[torch.dtype]]:
+    """Attention named "fake_quant": plain softmax over keys and values rounded to the codes of a dtype."""
+    dtypes: list[torch.dtype] = []
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        key, value = (dequantize(*quantize_rows(x, dtypes[0])) for x in (key, value))
+        groups = query.shape[1] // key.shape[1]
+        scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * scaling
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        probs = scores.masked_fill(future, -math.inf).softmax(-1)
+        return (probs @ value.repeat_interleave(groups, 1)).transpose(1, 2), None
+
+    AttentionInterface.register("fake_quant", attention)
+    yield dtypes
+    AttentionInterface._global_mapping.pop("fake_quant")
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "codes"), [("int8", torch.int8), ("fp8", torch.float8_e4m3fn)])
+def test_scores_are_those_of_plain_attention_over_dequantized_keys_and_values(
+    fake_quantized: list[torch.dtype], kv_cache_dtype: str, codes: torch.dtype
+) -> None:
+    model = tiny_model("llama")
+    paged = perplexity(model, kv_cache_dtype)
+    unquantized = perplexity(model)
+    fake_quantized.append(codes)
+    model.set_attn_implementation("fake_quant")
+    windows = torch.tensor(TEXT[: 3 * WINDOW]).view(3, WINDOW)
+    plain = math.exp(model(input_ids=windows, labels=windows).loss.item())
+    assert paged == pytest.approx(plain, rel=1e-5)
+    assert abs(plain / unquantized - 1) > 1e-4, "the two could not be told apart"
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("chunk", [16, WINDOW])
+def test_garbage_in_the_pages_changes_the_perplexity(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str, chunk: int
+) -> None:
+    """Any path that scored with the keys and values it computed, not with those stored, would not notice."""
+    honest = perplexity(model, kv_cache_dtype, chunk=chunk)
+    write = model_runner.write_kv
+
+    def write_garbage(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        write(layer, key, value, slot_mapping)
+        blocks = slot_mapping.div(layer.block_size, rounding_mode="floor").unique()
+        for pages in (layer.k, layer.v):
+            stored = pages.tensor.view(torch.uint8) if pages.tensor.itemsize == 1 else pages.tensor
+            stored[blocks] = stored[blocks].flip(-1)  # channels in the wrong order
+
+    monkeypatch.setattr(model_runner, "write_kv", write_garbage)
+    assert abs(perplexity(model, kv_cache_dtype, chunk=chunk) / honest - 1) > 0.01
+
+
+def test_a_stride_scores_every_token_once_with_more_context(model: PreTrainedModel) -> None:
+    windows = windows_of(range(100), 40, 16)
+    scored = [i for w in windows for i in w.token_ids[w.num_context :]]
+    assert scored == list(range(1, 88)), "40, then 16 at a time; 12 are left over"
+    assert all(len(w.token_ids) == 40 for w in windows)
+    result = measure_perplexity(model, TEXT, window=WINDOW, stride=16)
+    assert result.num_tokens == WINDOW - 1 + 16 * 8
+    logits = model(input_ids=torch.tensor([TEXT[16 : 16 + WINDOW]])).logits[0, -17:-1]
+    expected = target_logprobs(logits, torch.tensor(TEXT[WINDOW : WINDOW + 16]))
+    torch.testing.assert_close(result.logprobs[WINDOW - 1 :][:16].float(), expected, atol=1e-4, rtol=0)
+
+
+def test_a_change_has_the_error_bar_of_paired_tokens(model: PreTrainedModel) -> None:
+    auto, int8 = (
+        measure_perplexity(model, TEXT, window=WINDOW, kv_cache_dtype=name, chunk=16) for name in ("auto", "int8")
+    )
+    change, stderr = int8.change_from(auto)
+    assert change == pytest.approx(int8.perplexity / auto.perplexity - 1, abs=1e-12)
+    assert 0 < stderr < int8.stderr / int8.perplexity / 3
+    assert int8.bytes_per_token < auto.bytes_per_token / 2
+    with pytest.raises(ValueError, match="cannot be compared"):
+        int8.change_from(measure_perplexity(model, TEXT, window=32))
+
+
+def test_progress_counts_every_scored_token(model: PreTrainedModel) -> None:
+    told: list[int] = []
+    result = measure_perplexity(model, TEXT, window=WINDOW, stride=24, chunk=16, progress=told.append)
+    assert sum(told) == result.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 1}, "window=1"),
+        ({"window": 300}, r"window=300 .*2\.\.256"),
+        ({"window": 250}, "202 tokens"),
+        ({"window": 64, "stride": 0}, "stride=0"),
+        ({"window": 64, "stride": 65}, r"stride=65 .*1\.\.64"),
+        ({"window": 64, "limit": 0}, "limit=0"),
+        ({"window": 64, "kv_cache_dtype": "int3"}, "int3"),
+        ({"window": 64, "frobnicate": 1}, "frobnicate"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_scored_is_named(model: PreTrainedModel, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure_perplexity(model, TEXT, **options)
+
+
+def test_a_sequence_that_fails_is_an_error_not_a_missing_number(model: PreTrainedModel) -> None:
+    engine = ScoringEngine(model, max_tokens=16)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("reader")
+
+    with pytest.raises(RuntimeError, match=r"sequence 0 could not be scored.*reader"):
+        engine.score([TEXT[:16]], fail)
+    read: list[int] = []
+    engine.score([TEXT[:16]], lambda i, start, logits: read.append(len(logits)))
+    assert sum(read) == 16, "the engine is usable afterwards"
