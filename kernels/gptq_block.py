@@ -1,0 +1,111 @@
+"""Triton kernel of one GPTQ block: 128 columns chosen in one launch, not in 128 times six.
+
+Bound by the chain of columns: a program holds all columns of ROWS output channels in registers, so a step waits for no
+memory but one row of the triangular matrix, which every program reads and the cache holds.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_paged.kernels.gptq_reference import gptq_block_reference
+
+BLOCK = 128  # columns per launch
+ROWS = 16  # output channels per program
+
+
+@triton.jit(do_not_specialize=["columns"])
+def gptq_block_kernel(
+    target,  # [B, N] fp32
+    shifted,  # [B, N] fp32, overwritten
+    unit,  # [B, B] fp32, rows unit_stride apart
+    scales,  # [groups, N] fp32
+    zeros,  # [groups, N] fp32
+    group,  # [B] int64
+    codes,  # [B, N] uint8
+    residual,  # [B, N] fp32
+    N,
+    columns,
+    unit_stride,
+    TOP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_n = n < N
+    column = tl.arange(0, BLOCK)
+    tile_at = column.to(tl.int64)[:, None] * N + n[None, :]
+    in_tile = (column < columns)[:, None] & in_n[None, :]
+    tile = tl.load(shifted + tile_at, mask=in_tile, other=0.0)
+    for c in range(columns):
+        at = c.to(tl.int64) * N + n
+        g = tl.load(group + c)
+        scale = tl.load(scales + g * N + n, mask=in_n, other=1.0)
+        zero = tl.load(zeros + g * N + n, mask=in_n, other=0.0)
+        wanted = tl.sum(tl.where(column[:, None] == c, tile, 0.0), axis=0)
+        code = tl.floor(tl.div_rn(wanted, scale) + zero + 0.5)
+        code = tl.minimum(tl.maximum(code, 0.0), TOP)
+        value = (code - zero) * scale
+        left = tl.load(target + at, mask=in_n, other=0.0) - value
+        later = (column > c) & (column < columns)
+        coupling = tl.load(unit + c.to(tl.int64) * unit_stride + column, mask=later, other=0.0)
+        tile += coupling[:, None] * left[None, :]
+        tl.store(codes + at, code.to(tl.uint8), mask=in_n)
+        tl.store(residual + at, left, mask=in_n)
+        tl.store(shifted + at, wanted - value, mask=in_n)
+
+
+def gptq_block(
+    target: Tensor,
+    shifted: Tensor,
+    unit: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    group: Tensor,
+    top: int,
+    codes: Tensor,
+    residual: Tensor,
+) -> None:
+    """`gptq_reference.gptq_block_reference` for at most 128 columns."""
+    assert target.shape[0] <= BLOCK, target.shape
+    if not target.is_cuda:
+        gptq_block_reference(target, shifted, unit, scales, zeros, group, top, codes, residual)
+        return
+    gptq_block_launch(target, shifted, unit, scales, zeros, group, top, codes, residual)
+
+
+def gptq_block_launch(
+    target: Tensor,
+    shifted: Tensor,
+    unit: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    group: Tensor,
+    top: int,
+    codes: Tensor,
+    residual: Tensor,
+) -> None:
+    """Run the kernel; the `[B, N]` and `[groups, N]` tensors are contiguous, `unit` has contiguous rows."""
+    columns, n = target.shape
+    for tensor in (target, shifted, scales, zeros, codes, residual):
+        assert tensor.is_contiguous(), tensor.shape
+    assert unit.stride(1) == 1 and unit.shape == (columns, columns), unit.shape
+    gptq_block_kernel[(triton.cdiv(n, ROWS),)](
+        target,
+        shifted,
+        unit,
+        scales,
+        zeros,
+        group,
+        codes,
+        residual,
+        n,
+        columns,
+        unit.stride(0),
+        TOP=float(top),
+        BLOCK=BLOCK,
+        ROWS=ROWS,
+        num_warps=1,
+    )

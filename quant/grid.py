@@ -1,0 +1,125 @@
+"""The grid a group of weights is rounded to: scale and zero point, and the codes on it.
+
+    value = (code - zero) * scale,   code in [0, 2 ** bits),   zero the midpoint 2 ** (bits - 1) when symmetric
+
+Here a weight lies as `[groups, columns, N]` (one scale per group and output channel): reductions over a group and the
+steps of GPTQ are then over contiguous rows. Scales are rounded to the dtype of the file before a code is chosen, so
+what is measured is what is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_SHRINKS = 64  # ranges tried per group by the search, from the whole range down to _SMALLEST of it
+_SMALLEST = 0.4
+_ELEMENTS = 2**26  # values searched at a time: bounds the search's temporaries to a few hundred MB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """How integers and scales are chosen. `group_size` -1 is one group per output channel."""
+
+    bits: int
+    group_size: int
+    sym: bool
+    mse: bool = False  # search the range of least squared error instead of taking the extremes
+    signed: bool = False  # let the search give a symmetric grid a negative scale: the side with one more code is chosen
+    scales_dtype: torch.dtype = torch.float16
+    lowest_zero: int = 0  # 1 for GPTQ v1 files: they store zero - 1, and old readers do not wrap it back
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 3, 4, 8):
+            raise ValueError(f"bits is {self.bits}, expected 2, 3, 4 or 8")
+        if self.group_size != -1 and self.group_size < 1:
+            raise ValueError(f"group_size is {self.group_size}, expected -1 or at least 1")
+        if self.scales_dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ValueError(f"scales_dtype is {self.scales_dtype}, expected float16, bfloat16 or float32")
+        if self.lowest_zero not in (0, 1):
+            raise ValueError(f"lowest_zero is {self.lowest_zero}, expected 0 or 1")
+
+    @property
+    def top(self) -> int:
+        """The largest code."""
+        return 2**self.bits - 1
+
+    @property
+    def middle(self) -> int:
+        """The zero point of a symmetric grid."""
+        return 2 ** (self.bits - 1)
+
+    def group(self, in_features: int) -> int:
+        """Columns per group."""
+        return in_features if self.group_size == -1 else min(self.group_size, in_features)
+
+
+def fit(values: Tensor, grid: Grid, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Scales and zero points of groups of weights.
+
+    Args: `values [groups, columns, N]` fp32; `importance [groups, columns]` fp32 weighs a column's squared error in the
+    search. Returns scales and zeros `[groups, N]` fp32 (zeros integral), scales representable in the file's dtype.
+    """
+    step = max(1, _ELEMENTS // max(1, values.shape[1] * values.shape[2]))
+    parts = [
+        _fit(values[i : i + step], grid, None if importance is None else importance[i : i + step])
+        for i in range(0, values.shape[0], step)
+    ]
+    return torch.cat([scales for scales, _ in parts]), torch.cat([zeros for _, zeros in parts])
+
+
+def encode(values: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
+    """The nearest codes, as floats. Ties go up, in the kernel too."""
+    return torch.floor(values / scales + zeros + 0.5).clamp_(0, top)
+
+
+def _fit(values: Tensor, grid: Grid, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+    low, high = values.amin(1).clamp_(max=0), values.amax(1).clamp_(min=0)
+    best = _parameters(low, high, grid)
+    if not grid.mse:
+        return best
+    scales, zeros = best
+    least = _error(values, scales, zeros, grid, importance)
+    for shrink in torch.linspace(1, _SMALLEST, _SHRINKS).tolist():
+        for candidate in _candidates(low, high, shrink, grid):
+            error = _error(values, *candidate, grid, importance)
+            better = error < least
+            least = torch.where(better, error, least)
+            scales, zeros = torch.where(better, candidate[0], scales), torch.where(better, candidate[1], zeros)
+    return scales, zeros
+
+
+def _candidates(low: Tensor, high: Tensor, shrink: float, grid: Grid) -> list[tuple[Tensor, Tensor]]:
+    """Grids over a range shrunk by a factor: one, or with signed scales one per sign."""
+    plain = _parameters(low * shrink, high * shrink, grid)
+    if not (grid.sym and grid.signed):
+        return [plain]
+    reach = torch.maximum(-low, high) * (shrink / grid.middle)  # the code 0 at the end of the range
+    zeros = torch.full_like(low, grid.middle)
+    return [plain, (_stored(reach, grid), zeros), (_stored(-reach, grid), zeros)]
+
+
+def _parameters(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The grid over `[low, high]` (which holds 0)."""
+    if grid.sym:
+        scales = _stored(torch.maximum(-low, high) * (2 / grid.top), grid)
+        return scales, torch.full_like(scales, grid.middle)
+    scales = _stored((high - low) / grid.top, grid)
+    return scales, torch.round(-low / scales).clamp_(grid.lowest_zero, grid.top)
+
+
+def _stored(scales: Tensor, grid: Grid) -> Tensor:
+    """As the file will hold them. A scale of 0, of an all-zero group, becomes 1, so that a reader may divide by it."""
+    rounded = scales.to(grid.scales_dtype).float()
+    return torch.where(rounded == 0, 1.0, rounded)
+
+
+def _error(values: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, importance: Tensor | None) -> Tensor:
+    """`[groups, N]`: squared error of rounding to a grid."""
+    scales, zeros = scales[:, None], zeros[:, None]
+    error = encode(values, scales, zeros, grid.top).sub_(zeros).mul_(scales).sub_(values).square_()
+    if importance is not None:
+        return torch.einsum("gcn,gc->gn", error, importance)
+    return error.sum(1)
