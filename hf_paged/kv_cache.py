@@ -3,7 +3,7 @@
 Layers that attend through the same window form a kind; kinds are cut into *groups* of equal layer count, and the i-th
 layers of all groups share slot i. A slot is one tensor `[num_blocks, row_bytes]`, one byte row per block:
 
-    | K codes | V codes | K scales | V scales |        each part aligned to 128 bytes
+    | K codes | V codes | K scales | V scales |        each part aligned to 128 bytes; int4: scales and zeros
 
 so copying, swapping and sharing a block are row operations, and there is no second table for scales. A block id is one
 row in every slot of the group that owns it: one pool serves full and window layers alike. A model of one kind has one
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from hf_paged.config import parse_kv_cache_dtype
-from hf_paged.kernels.layout import LayerKV, Pages, PlainPages, ScaledPages
+from hf_paged.kernels.kv_transform import KVTransform
+from hf_paged.kernels.layout import GroupPages, LayerKV, Pages, PlainPages, ScaledPages, num_groups
 from hf_paged.layer_probe import LayerSpec
 
 _ALIGN = 128  # bytes; one cache line, and what bulk copies need
-_CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-_SCALE_BYTES = 2  # fp16, one per token and KV head
+_CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class LayerFormat:
 
     k_codes: torch.dtype | None
     v_codes: torch.dtype | None
+    transform: KVTransform | None = None  # on the layer's device
 
 
 def layer_formats(
@@ -42,7 +43,8 @@ def layer_formats(
     """The format of each layer by its index; layers in `skip_layers` keep the model's dtype.
 
     Raises:
-        ValueError: `skip_layers` names a layer that does not exist; fp8 on a GPU without fp8 instructions.
+        ValueError: `skip_layers` names a layer that does not exist; fp8 on a GPU without fp8 instructions; a head_dim that
+            int4 cannot pack.
     """
     k_name, v_name = parse_kv_cache_dtype(kv_cache_dtype)
     known = {spec.layer_idx for spec in specs}
@@ -200,6 +202,7 @@ class _RowLayout:
         self._v = self._take((spec.kv_heads, block_size, spec.v_head_dim), fmt.v_codes or spec.dtype)
         self._k_scale = self._take((spec.kv_heads, block_size), torch.float16) if fmt.k_codes else None
         self._v_scale = self._take((spec.kv_heads, block_size), torch.float16) if fmt.v_codes else None
+        self._transform = fmt.transform
         self.num_bytes = self._offset
 
     def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, tuple[int, ...], torch.dtype]:
@@ -208,7 +211,11 @@ class _RowLayout:
         return part
 
     def pages(self, slot: Tensor) -> LayerKV:
-        return LayerKV(k=self._pages(slot, self._k, self._k_scale), v=self._pages(slot, self._v, self._v_scale))
+        return LayerKV(
+            k=self._pages(slot, self._k, self._k_scale),
+            v=self._pages(slot, self._v, self._v_scale),
+            transform=self._transform,
+        )
 
     def _pages(
         self,

@@ -4,6 +4,8 @@ Pages are HND, `[num_blocks, kv_heads, block_size, head_dim]`. Dimension 0 may b
 one byte row, see `kv_cache.py`); the inner three dimensions are contiguous. Block 0 is the null block: no live token is
 ever stored there, and it holds zeros, so that it may be read under a mask. K and V carry their own format, so an 8-bit
 K beside a 16-bit V is a plain combination of two values.
+
+`torch.uint4` is the name of the 4-bit format; no tensor has that dtype.
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_paged.kernels.kv_transform import KVTransform
+
 INT8_MAX = 127.0
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
+UINT4_MAX = 15.0
+GROUP_SIZE = 64  # most channels that share a scale and a zero in 4-bit pages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +32,10 @@ class PlainPages:
     @property
     def tensor(self) -> Tensor:
         return self.data
+
+    @property
+    def head_dim(self) -> int:
+        return self.data.shape[3]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,19 +50,66 @@ class ScaledPages:
         return self.codes
 
     @property
+    def head_dim(self) -> int:
+        return self.codes.shape[3]
+
+    @property
     def code_max(self) -> float:
         return INT8_MAX if self.codes.dtype == torch.int8 else FP8_MAX
 
 
-Pages = PlainPages | ScaledPages
+@dataclass(frozen=True, kw_only=True)
+class GroupPages:
+    """Pages of 4-bit codes; value = code * scale + zero, one scale and zero per token, KV head and group of channels.
+
+    Byte i holds channel i (low bits) and channel i + head_dim / 2 (high bits): with two groups a mask tells them apart,
+    so what a lane loads in one piece is an operand of either group, and no group needs a shift of its own.
+    """
+
+    codes: Tensor  # [num_blocks, kv_heads, block_size, head_dim / 2] uint8
+    scale: Tensor  # [num_blocks, kv_heads, block_size, groups, 2] fp16: scale, zero
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.codes
+
+    @property
+    def head_dim(self) -> int:
+        return 2 * self.codes.shape[3]
+
+
+def num_groups(head_dim: int) -> int:
+    """Groups of a row of 4-bit codes: the fewest equal ones of at most 64 channels whose number is a power of two.
+
+    64 -> 1, 80 -> 2 of 40, 96 -> 2 of 48, 128 -> 2, 192 -> 4 of 48, 256 -> 4. Equal groups, since a ragged last one would
+    cost every kernel a case of its own, and a smaller group only makes its codes finer.
+
+    Raises:
+        ValueError: the channels cannot be packed in pairs and cut so.
+    """
+    groups = 1
+    while head_dim > GROUP_SIZE * groups:
+        groups *= 2
+    if head_dim % max(groups, 2):
+        allowed = f"a multiple of {max(groups, 2)}"
+        raise ValueError(f"int4 keys and values of head_dim {head_dim} are not supported; allowed: {allowed}")
+    return groups
+
+
+Pages = PlainPages | ScaledPages | GroupPages
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKV:
-    """The pages of one attention layer. `v` may have another head_dim than `k`."""
+    """The pages of one attention layer. `v` may have another head_dim than `k`.
+
+    `transform` says how what the pages hold follows from keys and values; None: they are the same. Whoever writes or
+    attends applies it; the kernels below see stored rows only.
+    """
 
     k: Pages
     v: Pages
+    transform: KVTransform | None = None
 
     @property
     def block_size(self) -> int:
