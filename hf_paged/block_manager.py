@@ -118,9 +118,9 @@ class BlockManager:
                 table[passed:live] = [NULL_BLOCK] * (live - passed)
                 request.first_live[group] = live
 
-    def store(self, request: Request) -> None:
-        """Let other requests find the full blocks that are computed and whose tokens the host knows."""
-        full = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
+    def store(self, request: Request, end: int) -> None:
+        """Let other requests find the full blocks below `end`, computed or about to be, whose tokens the host knows."""
+        full = min(end, len(request.token_ids)) // self.block_size
         if full <= request.num_cached_blocks or not self.enable_prefix_caching or not request.block_tables:
             return
         extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, full)

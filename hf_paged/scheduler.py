@@ -254,6 +254,9 @@ class Scheduler:
     def _schedule_tokens(self, request: Request, num_new: int, step: _Step) -> None:
         start = request.num_computed_tokens
         self.blocks.grow(request, start + num_new)
+        # Found by others at once, in this very step too: a layer writes the keys of all tokens before any attends, and
+        # nobody who is scheduled is preempted in the same step.
+        self.blocks.store(request, start + num_new)
         step.budget -= num_new
         step.scheduled.append(ScheduledRequest(request, num_new, start, start + num_new == request.num_tokens))
 
@@ -264,7 +267,6 @@ class Scheduler:
         for request, num_scheduled_tokens, _, samples in step.scheduled:
             request.num_computed_tokens += num_scheduled_tokens
             request.num_inflight += samples
-            self.blocks.store(request)
         return step.output()
 
     def _num_new_tokens(self, request: Request) -> int:
@@ -320,7 +322,7 @@ class Scheduler:
 
     def _take_token(self, request: Request, token_id: int) -> None:
         request.append(token_id)
-        self.blocks.store(request)
+        self.blocks.store(request, request.num_computed_tokens)
         params = request.params
         if request.num_output_tokens >= params.min_tokens:
             if token_id in self.eos_token_ids and not params.ignore_eos:

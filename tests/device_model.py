@@ -63,8 +63,6 @@ class Device:
         for request in output.admitted:
             self.rows[request.row] = (request, None)
         steps = [(entry, self._keys(entry)) for entry in output.scheduled]
-        for entry, keys in steps:
-            self._attend(entry.request, keys[: entry.start], entry.start)
         written: set[tuple[int, int]] = set()
         for entry, keys in steps:
             self._write(entry.request, keys, entry.start, written)

@@ -245,6 +245,14 @@ def test_an_id_in_use_is_refused() -> None:
 # ---- prefix cache ----------------------------------------------------------------------------------------------------
 
 
+def test_requests_that_start_in_one_step_compute_their_common_prefix_once() -> None:
+    scheduler = make()
+    common = list(range(1, 65))
+    requests = [add(scheduler, [*common, 100 + i, 200 + i]) for i in range(3)]
+    assert [entry[1:3] for entry in shares(step(scheduler))] == [(66, 0), (2, 64), (2, 64)]
+    assert len({tuple(request.block_tables[0][:4]) for request in requests}) == 1
+
+
 def test_a_cached_prefix_is_shared_and_at_least_one_token_is_computed() -> None:
     scheduler = make()
     first = add(scheduler, 48)
