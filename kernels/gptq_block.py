@@ -33,14 +33,14 @@ def gptq_block_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_n = n < N
     column = tl.arange(0, BLOCK)
-    tile_at = column.to(tl.int64)[:, None] * N + n[None, :]
+    tile_at = column[:, None] * N + n[None, :]
     in_tile = (column < columns)[:, None] & in_n[None, :]
     tile = tl.load(shifted + tile_at, mask=in_tile, other=0.0)
     for c in range(columns):
-        at = c.to(tl.int64) * N + n
+        at = n + c * N  # a block of 128 columns stays below 2 ** 31 elements
         g = tl.load(group + c)
         scale = tl.load(scales + g * N + n, mask=in_n, other=1.0)
         zero = tl.load(zeros + g * N + n, mask=in_n, other=0.0)
@@ -50,7 +50,7 @@ def gptq_block_kernel(
         value = (code - zero) * scale
         left = tl.load(target + at, mask=in_n, other=0.0) - value
         later = (column > c) & (column < columns)
-        coupling = tl.load(unit + c.to(tl.int64) * unit_stride + column, mask=later, other=0.0)
+        coupling = tl.load(unit + c * unit_stride + column, mask=later, other=0.0)
         tile += coupling[:, None] * left[None, :]
         tl.store(codes + at, code.to(tl.uint8), mask=in_n)
         tl.store(residual + at, left, mask=in_n)
