@@ -1,8 +1,9 @@
-"""Capture decode steps as CUDA graphs and replay them: no Python and no launch cost per layer.
+"""Capture steps as CUDA graphs and replay them: no Python and no launch cost per layer.
 
-A graph is captured for a padded batch size and a bound on sequence length, the first time it is needed. Its inputs
-live at a fixed address in the same packing that every step uses; padding rows have length 0, write nothing and attend
-to nothing. Sequence lengths, tables and slots are read from that buffer at replay, so a graph never goes stale as
+A graph is captured for a `StepBucket` the first time one is needed: a padded number of decodes, a padded number of
+prompt tokens (0 in a step of decodes alone) and a bound on sequence length. Its inputs live at a fixed address in the
+same packing that every step uses. Padding decodes have length 0, padding tokens are written nowhere and attend to
+nothing. Sequence lengths, tables and slots are read from that buffer at replay, so a graph never goes stale as
 sequences grow. The bound only sizes the launch: how many ways attention is split.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,11 +26,60 @@ from hf_paged.request import ScheduledRequest
 logger = logging.getLogger(__name__)
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+# Beside prompt tokens a few more decodes cost nothing, so there are fewer sizes to capture.
+_DECODES_BESIDE_PROMPTS = (0, 8, 32, 64, 128, 192, 256)
+# A step of more prompt tokens keeps the device busy for longer than its launch takes.
+_PROMPT_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_MAX_PROMPTS = 16  # sequences with more than one token in a captured step; room for one costs nothing
 _SMALLEST_LENGTH = 1024  # length bounds grow from here by factors of 4
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepBucket:
+    """The padded size of a captured step: single-token sequences first, then `_MAX_PROMPTS` with the prompt tokens."""
+
+    num_decodes: int
+    num_prompt_tokens: int
+    max_seq_len: int
+
+    @classmethod
+    def of(cls, scheduled: Sequence[ScheduledRequest], *, max_num_seqs: int, max_model_len: int) -> StepBucket | None:
+        """The smallest bucket that holds a step, single-token sequences first; None when it is too large for any."""
+        decodes = sum(item.num_scheduled_tokens == 1 for item in scheduled)
+        prompt_tokens = sum(item.num_scheduled_tokens for item in scheduled) - decodes
+        if len(scheduled) - decodes > _MAX_PROMPTS or prompt_tokens > _PROMPT_TOKENS[-1]:
+            return None
+        sizes = _DECODES_BESIDE_PROMPTS if prompt_tokens else _BATCH_SIZES
+        padded = next((size for size in sizes if size >= decodes), -(-decodes // 64) * 64)
+        bound = _SMALLEST_LENGTH
+        while bound < max(item.start + item.num_scheduled_tokens for item in scheduled):
+            bound *= 4
+        return cls(
+            num_decodes=min(padded, max_num_seqs),
+            num_prompt_tokens=next(size for size in (0, *_PROMPT_TOKENS) if size >= prompt_tokens),
+            max_seq_len=min(bound, max_model_len),
+        )
+
+    @property
+    def num_prompts(self) -> int:
+        return _MAX_PROMPTS if self.num_prompt_tokens else 0
+
+    def packing(self, block_size: int, num_groups: int) -> StepPacking:
+        num_seqs = self.num_decodes + self.num_prompts
+        return StepPacking(
+            StepShape(
+                num_tokens=self.num_decodes + self.num_prompt_tokens,
+                num_decodes=self.num_decodes,
+                num_seqs=num_seqs,
+                num_logits=num_seqs,
+                num_groups=num_groups,
+                table_width=math.ceil(self.max_seq_len / block_size),
+            )
+        )
+
+
 class CapturedStep:
-    """One decode step of `batch_size` sequences, replayable.
+    """One step of a bucket, replayable.
 
     Raises:
         RuntimeError: the model did something that cannot be captured.
@@ -38,29 +89,27 @@ class CapturedStep:
         self,
         run: Callable[[ModelInputs], Tensor],
         builder: InputBuilder,
+        bucket: StepBucket,
         *,
-        batch_size: int,
-        max_seq_len: int,
         block_size: int,
         device: torch.device,
         pool: Any,
     ) -> None:
         self._builder = builder
-        self._packing = StepPacking(
-            StepShape(
-                num_tokens=batch_size,
-                num_seqs=batch_size,
-                num_logits=batch_size,
-                num_groups=builder.num_groups,
-                table_width=math.ceil(max_seq_len / block_size),
-            )
-        )
+        self._packing = bucket.packing(block_size, builder.num_groups)
         self._buffer = torch.zeros(self._packing.num_bytes, dtype=torch.uint8, device=device)
         parts = self._packing.on_device(self._buffer)
         parts["slot_mapping"].fill_(-1)
-        parts["cu_seqlens_q"].copy_(torch.arange(batch_size + 1))
-        parts["logits_index"].copy_(torch.arange(batch_size))
-        self._inputs = ModelInputs.from_parts(parts, num_decodes=batch_size, max_seqlen_q=1, max_seq_len=max_seq_len)
+        decodes = bucket.num_decodes
+        parts["cu_seqlens_q"].fill_(decodes)
+        parts["cu_seqlens_q"][: decodes + 1].copy_(torch.arange(decodes + 1))
+        parts["logits_index"].copy_(torch.arange(self._packing.shape.num_logits) % self._packing.shape.num_tokens)
+        self._inputs = ModelInputs.from_parts(
+            parts,
+            num_decodes=decodes,
+            max_seqlen_q=max(bucket.num_prompt_tokens, 1),
+            max_seq_len=bucket.max_seq_len,
+        )
         # Compiles kernels and fills caches, which a capture must not do. On the current stream: every stream that ever
         # multiplied keeps a 32 MiB cuBLAS workspace.
         run(self._inputs)
@@ -75,8 +124,8 @@ class CapturedStep:
         return self._inputs, self._logits
 
 
-class DecodeGraphs:
-    """Captured decode steps by (padded batch size, length bound), captured when first needed.
+class StepGraphs:
+    """Captured steps by bucket, captured when first needed.
 
     With `cuda_graphs="auto"` a model that cannot be captured runs without graphs and the reason is logged once; with
     `cuda_graphs=True` the error is raised.
@@ -89,55 +138,39 @@ class DecodeGraphs:
         self._config = config
         self._max_model_len = max_model_len
         self._device = device
-        self._steps: dict[tuple[int, int], CapturedStep] = {}
+        self._steps: dict[StepBucket, CapturedStep] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._broken = False
+        self._broken: set[str] = set()
         self.num_captured = 0
 
     def get(self, scheduled: Sequence[ScheduledRequest], run: Callable[[ModelInputs], Tensor]) -> CapturedStep | None:
-        """The captured step for these single-token sequences; None when the model cannot be captured.
+        """The captured step for these sequences; None for a step that is too large or a model that cannot be captured.
 
         `run` is the forward to capture. It is not kept: through a cycle with the runner, the pages of a dropped engine
         would stay until the next garbage collection.
         """
-        if self._broken:
+        bucket = StepBucket.of(scheduled, max_num_seqs=self._config.max_num_seqs, max_model_len=self._max_model_len)
+        if bucket is None or _kind(bucket) in self._broken:
             return None
-        batch_size = self._padded_batch(len(scheduled))
-        bound = self._length_bound(max(item.start for item in scheduled) + 1)
-        step = self._steps.get((batch_size, bound))
-        if step is None:
-            step = self._capture(batch_size, bound, run)
-        return step
+        return self._steps.get(bucket) or self._capture(bucket, run)
 
-    def _capture(self, batch_size: int, bound: int, run: Callable[[ModelInputs], Tensor]) -> CapturedStep | None:
+    def _capture(self, bucket: StepBucket, run: Callable[[ModelInputs], Tensor]) -> CapturedStep | None:
         try:
             step = CapturedStep(
-                run,
-                self._builder,
-                batch_size=batch_size,
-                max_seq_len=bound,
-                block_size=self._config.block_size,
-                device=self._device,
-                pool=self._pool,
+                run, self._builder, bucket, block_size=self._config.block_size, device=self._device, pool=self._pool
             )
         except torch.OutOfMemoryError:
             raise  # says nothing about the model
         except RuntimeError as error:
             if self._config.cuda_graphs is True:
                 raise
-            logger.warning("decode runs without CUDA graphs: this model cannot be captured (%s)", error)
-            self._broken = True
+            logger.warning("%s run without CUDA graphs: this model cannot be captured (%s)", _kind(bucket), error)
+            self._broken.add(_kind(bucket))
             return None
-        self._steps[batch_size, bound] = step
+        self._steps[bucket] = step
         self.num_captured += 1
         return step
 
-    def _padded_batch(self, n: int) -> int:
-        size = next((size for size in _BATCH_SIZES if size >= n), -(-n // 64) * 64)
-        return min(size, self._config.max_num_seqs)
 
-    def _length_bound(self, length: int) -> int:
-        bound = _SMALLEST_LENGTH
-        while bound < length:
-            bound *= 4
-        return min(bound, self._max_model_len)
+def _kind(bucket: StepBucket) -> str:
+    return "steps with prompts" if bucket.num_prompt_tokens else "decodes"

@@ -31,6 +31,7 @@ class StepShape:
     """Sizes that decide where each part of a step lies in its buffer."""
 
     num_tokens: int
+    num_decodes: int  # of the sequences, those with a single token; they come first
     num_seqs: int
     num_logits: int
     num_groups: int
@@ -132,6 +133,7 @@ class InputBuilder:
         longest = max(item.start + item.num_scheduled_tokens for item in scheduled)
         return StepShape(
             num_tokens=sum(item.num_scheduled_tokens for item in scheduled),
+            num_decodes=sum(item.num_scheduled_tokens == 1 for item in scheduled),
             num_seqs=len(scheduled),
             num_logits=num_logits,
             num_groups=self.num_groups,
@@ -150,15 +152,16 @@ class InputBuilder:
 
         Args:
             scheduled: sequences of the step, single-token ones first.
-            logits_index: [num_logits] tokens whose logits are wanted.
-            packing, buffer: where a captured graph reads its inputs; its shape may be larger than the step, the rest
-                is padded with sequences of length 0. Default: a packing of exactly this step in fresh memory.
+            logits_index: [num_logits] tokens whose logits are wanted, counted without padding.
+            packing, buffer: where a captured graph reads its inputs; its shape may be larger than the step. Decodes are
+                padded with single tokens of sequences of length 0, prompts with tokens of no sequence and sequences
+                of no token. Default: a packing of exactly this step in fresh memory.
         """
         packing = packing or StepPacking(self.shape_of(scheduled, len(logits_index)))
         self._turn = (self._turn + 1) % _STAGING_BUFFERS
         staging = self._staging[self._turn]
         host = staging.free_bytes(packing.num_bytes)
-        self._fill(packing.on_host(host.numpy()), scheduled, logits_index)
+        self._fill(packing, host.numpy(), scheduled, logits_index)
         if buffer is None:
             buffer = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self._device)
         buffer.copy_(host, non_blocking=True)
@@ -166,32 +169,46 @@ class InputBuilder:
         return packing.on_device(buffer)
 
     def _fill(
-        self, host: dict[str, np.ndarray], scheduled: Sequence[ScheduledRequest], logits_index: np.ndarray
+        self, packing: StepPacking, buffer: np.ndarray, scheduled: Sequence[ScheduledRequest], logits_index: np.ndarray
     ) -> None:
-        n = len(scheduled)
+        host = packing.on_host(buffer)
+        n, padded_decodes = len(scheduled), packing.shape.num_decodes
         rows = np.fromiter((item.request.row for item in scheduled), np.int64, n)
         starts = np.fromiter((item.start for item in scheduled), np.int64, n)
         counts = np.fromiter((item.num_scheduled_tokens for item in scheduled), np.int64, n)
-        cu = host["cu_seqlens_q"]
-        cu[0] = 0
-        np.cumsum(counts, out=cu[1 : n + 1])
-        total = int(cu[n])
-        cu[n + 1 :] = total
+        decodes = int((counts == 1).sum())
+        firsts = np.cumsum(counts) - counts  # of each sequence, its first token in the step without padding
+        total = int(counts.sum())
         token_rows = np.repeat(rows, counts)
-        positions = np.arange(total) + np.repeat(starts - cu[:n], counts)
+        positions = np.arange(total) + np.repeat(starts - firsts, counts)
         self._update_tables(scheduled)
         columns = positions // self._block_size
         offsets = positions - columns * self._block_size
+
+        def put(target: np.ndarray, values: np.ndarray, *, pad: int) -> None:
+            """Values of sequences or of tokens: the decodes, then the prompts, each followed by padding."""
+            end = padded_decodes + len(values) - decodes
+            target[:decodes], target[padded_decodes:end] = values[:decodes], values[decodes:]
+            target[decodes:padded_decodes] = pad
+            target[end:] = pad
+
+        width = packing.shape.table_width
         for g in range(self.num_groups):
             slots = self._tables[g, token_rows, columns] * np.int64(self._block_size) + offsets
-            _put(host["slot_mapping"][g], slots, pad=-1)
-            width = host["block_tables"].shape[2]
-            host["block_tables"][g, :n] = self._tables[g, rows, :width]
-        _put(host["positions"], positions, pad=0)
-        _put(host["token_rows"], token_rows, pad=0)
-        _put(host["seq_lens"], starts + counts, pad=0)
-        _put(host["logits_index"], logits_index, pad=0)
-        _put(host["input_ids"], _token_ids(scheduled, total), pad=0)
+            put(host["slot_mapping"][g], slots, pad=-1)
+            put(host["block_tables"][g], self._tables[g, rows, :width], pad=0)
+        put(host["positions"], positions, pad=0)
+        put(host["token_rows"], token_rows, pad=0)
+        put(host["seq_lens"], starts + counts, pad=0)
+        put(host["input_ids"], _token_ids(scheduled, total), pad=0)
+        cu = host["cu_seqlens_q"]
+        cu[: padded_decodes + 1] = np.arange(padded_decodes + 1)
+        cu[padded_decodes + 1 :] = padded_decodes + total - decodes
+        cu[padded_decodes + 1 : padded_decodes + 1 + n - decodes] = padded_decodes + np.cumsum(counts[decodes:])
+        host["logits_index"][len(logits_index) :] = 0
+        host["logits_index"][: len(logits_index)] = np.where(
+            logits_index < decodes, logits_index, logits_index + (padded_decodes - decodes)
+        )
 
     def _update_tables(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Append to the host's tables the blocks that each request got since it last ran."""
@@ -225,11 +242,6 @@ class _Staging:
         """A copy of the bytes was launched on the current stream."""
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
-
-
-def _put(target: np.ndarray, values: np.ndarray, *, pad: int) -> None:
-    target[: len(values)] = values
-    target[len(values) :] = pad
 
 
 def _token_ids(scheduled: Sequence[ScheduledRequest], total: int) -> np.ndarray:

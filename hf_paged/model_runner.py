@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_paged.attention import AttentionCall
 from hf_paged.config import EngineConfig
-from hf_paged.cuda_graph import DecodeGraphs
+from hf_paged.cuda_graph import StepGraphs
 from hf_paged.fused_modules import RotaryCall, RotaryContext
 from hf_paged.kernels.fused_ops import rope_write
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
@@ -95,9 +95,9 @@ class ModelRunner:
         )
         self.last_token = torch.zeros(config.max_num_seqs, dtype=torch.long, device=self.device)
         wanted = config.cuda_graphs is True or (config.cuda_graphs == "auto" and self.device.type == "cuda")
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         if wanted:
-            self.graphs = DecodeGraphs(self.builder, config, max_model_len=max_model_len, device=self.device)
+            self.graphs = StepGraphs(self.builder, config, max_model_len=max_model_len, device=self.device)
 
     @torch.inference_mode()
     def forward(self, plan: SchedulerOutput) -> StepLogits | None:
@@ -109,7 +109,9 @@ class ModelRunner:
         if not plan.scheduled:
             return None
         wanted = _WantedLogits.of(plan.scheduled)
-        captured = self.graphs.get(plan.scheduled, self._run) if self.graphs is not None and wanted.is_decode else None
+        captured = None
+        if self.graphs is not None and not wanted.of_prompts:
+            captured = self.graphs.get(plan.scheduled, self._run)
         if captured is not None:
             inputs, logits = captured.replay(plan.scheduled, wanted.index)
         else:
@@ -143,7 +145,7 @@ class _WantedLogits:
 
     index: np.ndarray  # [num_logits] tokens of the step
     sampled: np.ndarray | None  # [num_sampled] rows of `index` that are sampled; None = all, in order
-    is_decode: bool  # every sequence has one token and is sampled
+    of_prompts: bool  # more than one row of some sequence
 
     @classmethod
     def of(cls, scheduled: list[ScheduledRequest]) -> _WantedLogits:
@@ -153,11 +155,11 @@ class _WantedLogits:
         prompts = [i for i, item in enumerate(scheduled) if wants_prompt_logprobs(item)]
         if not prompts:
             if samples.all():
-                return cls(index=last, sampled=None, is_decode=bool(last[-1] == len(scheduled) - 1))
+                return cls(index=last, sampled=None, of_prompts=False)
             # A model always computes at least one row of logits; take one that nobody reads.
             index = last[samples] if samples.any() else last[:1]
             sampled = None if samples.any() else np.empty(0, np.int64)
-            return cls(index=index, sampled=sampled, is_decode=False)
+            return cls(index=index, sampled=sampled, of_prompts=False)
         tokens: list[int] = []
         sampled_at: list[int] = []
         for i, item in enumerate(scheduled):
@@ -165,7 +167,7 @@ class _WantedLogits:
             tokens.extend(range(first, last[i] + 1))
             if item.samples:
                 sampled_at.append(len(tokens) - 1)
-        return cls(index=np.array(tokens, np.int64), sampled=np.array(sampled_at, np.int64), is_decode=False)
+        return cls(index=np.array(tokens, np.int64), sampled=np.array(sampled_at, np.int64), of_prompts=True)
 
 
 def wants_prompt_logprobs(item: ScheduledRequest) -> bool:

@@ -1,0 +1,82 @@
+"""Steps padded to the bucket of a captured graph: the inputs that a replay reads, run without a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_engine import llm, tiny_llama, tiny_mistral
+from transformers import PreTrainedModel
+
+from hf_paged.cuda_graph import StepBucket
+from hf_paged.model_inputs import ModelInputs
+from hf_paged.request import Request, ScheduledRequest
+from hf_paged.sampling_params import SamplingParams
+
+LIMITS = {"max_num_seqs": 48, "max_model_len": 3000}
+
+
+def planned(*lengths: int) -> list[ScheduledRequest]:
+    return [
+        ScheduledRequest(
+            Request(str(i), list(range(1, 200)), SamplingParams()), length, 100 if length == 1 else 0, True
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bucket"),
+    [
+        ([1, 1, 1], (4, 0, 1024)),
+        ([1] * 45, (48, 0, 1024)),
+        ([1, 1, 30], (8, 32, 1024)),
+        ([1] * 40 + [500, 12], (48, 512, 1024)),
+        ([90], (0, 96, 1024)),
+        ([1800], (0, 2048, 3000)),
+    ],
+)
+def test_a_step_gets_the_smallest_bucket_that_holds_it(lengths: list[int], bucket: tuple[int, int, int]) -> None:
+    found = StepBucket.of(planned(*lengths), **LIMITS)
+    assert found is not None
+    assert (found.num_decodes, found.num_prompt_tokens, found.max_seq_len) == bucket
+
+
+@pytest.mark.parametrize("lengths", [[2049], [1, 1500, 700], [2] * 17])
+def test_a_step_that_keeps_the_device_busy_by_itself_is_not_captured(lengths: list[int]) -> None:
+    assert StepBucket.of(planned(*lengths), **LIMITS) is None
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_mistral])
+def test_padding_changes_no_logits_and_writes_nowhere(make: type[PreTrainedModel]) -> None:
+    """Two decodes and two prompts beside six decodes, fourteen sequences and many tokens that are only padding."""
+    engine = llm(make(), num_blocks=40, max_num_seqs=8, max_model_len=64).engine
+    for i, length in enumerate((9, 20)):
+        engine.add_request(str(i), range(1, length + 1), SamplingParams(max_tokens=9, temperature=0.0))
+    engine.step()
+    for i, length in enumerate((7, 13)):
+        engine.add_request(str(i + 2), range(2, length + 2), SamplingParams(max_tokens=9, temperature=0.0))
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert [item.num_scheduled_tokens for item in plan.scheduled] == [1, 1, 7, 13]
+    runner, before = engine.runner, [slot.clone() for slot in engine.kv_cache._slots]
+    with torch.inference_mode():
+        expected = runner.forward(plan)
+        assert expected is not None
+        after = [slot.clone() for slot in engine.kv_cache._slots]
+        for slot, old in zip(engine.kv_cache._slots, before, strict=True):
+            slot.copy_(old)
+        bucket = StepBucket.of(plan.scheduled, max_num_seqs=8, max_model_len=64)
+        assert bucket == StepBucket(num_decodes=8, num_prompt_tokens=32, max_seq_len=64)
+        packing = bucket.packing(engine.config.block_size, runner.builder.num_groups)
+        buffer = torch.full((packing.num_bytes,), 77, dtype=torch.uint8)
+        index = torch.tensor([0, 1, 8, 21]).numpy()
+        parts = runner.builder.build(plan.scheduled, index, packing=packing, buffer=buffer)
+        inputs = ModelInputs.from_parts(parts, num_decodes=8, max_seqlen_q=32, max_seq_len=64)
+        got = runner._run(inputs)[:4]
+    assert torch.equal(got.argmax(-1), expected.logits.argmax(-1))
+    torch.testing.assert_close(got, expected.logits, rtol=1e-5, atol=1e-5)
+    index_on_device = inputs.logits_index[:4]
+    assert inputs.token_rows[index_on_device].tolist() == [item.request.row for item in plan.scheduled]
+    assert (inputs.positions[index_on_device] + 1).tolist() == expected.positions.tolist()
+    for slot, written in zip(engine.kv_cache._slots, after, strict=True):
+        assert torch.allclose(slot.view(torch.float32), written.view(torch.float32), rtol=1e-5, atol=1e-5)
