@@ -59,19 +59,19 @@ def measure_latency(
     """Measure the first prompt of `workload`, after one warm-up run; percentiles are over the tokens of all repeats."""
     llm = make_llm(model, workload, engine_options or {})
     machine = measure_machine(model.device, model.dtype)
-    prompt = workload.prompts(llm.engine.vocab_size)[0]
+    prompt, new_tokens = workload.prompts(llm.engine.vocab_size)[0], workload.output_lens[0]
     kv_cache = llm.engine.config.kv_cache_dtype
     systems: list[tuple[str, str, float, Callable[[], list[float]]]] = [
-        ("hf_paged", kv_cache, llm.engine.kv_cache.bytes_per_token, lambda: _paged(llm, prompt, workload.new_tokens))
+        ("hf_paged", kv_cache, llm.engine.kv_cache.bytes_per_token, lambda: _paged(llm, prompt, new_tokens))
     ]
     if dense:
         dense_bytes = dense_bytes_per_token(llm)
-        systems.append(("dense", "auto", dense_bytes, lambda: _dense(model, prompt, workload.new_tokens)))
+        systems.append(("dense", "auto", dense_bytes, lambda: _dense(model, prompt, new_tokens)))
     results = []
     for name, kv, kv_bytes, run in systems:
         runs = [run() for _ in range(repeats + 1)][1:]
-        least = least_seconds(machine, [len(prompt)], 2, kv_bytes_per_token=kv_bytes, **weight_sizes(model))
-        least -= least_seconds(machine, [len(prompt)], 1, kv_bytes_per_token=kv_bytes, **weight_sizes(model))
+        least = least_seconds(machine, [len(prompt)], [2], kv_bytes_per_token=kv_bytes, **weight_sizes(model))
+        least -= least_seconds(machine, [len(prompt)], [1], kv_bytes_per_token=kv_bytes, **weight_sizes(model))
         results.append(_result(name, kv, runs, least))
     return machine, results
 

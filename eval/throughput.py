@@ -25,6 +25,7 @@ from hf_paged.sampling_params import SamplingParams
 
 Run = Callable[[], int]
 
+_DENSE_BATCH = 16
 _NATIVE_BLOCK_SIZE = 256  # its default
 
 
@@ -66,7 +67,8 @@ def measure_throughput(
     """Measure the engine and each of `baselines`: "dense" (`generate`) or "native" (`generate_batch`).
 
     Raises:
-        ValueError: the workload is longer than the model's context.
+        ValueError: the workload is longer than the model's context, or has outputs of different lengths, which the
+            native path cannot be asked for.
         RuntimeError: a system generated another number of tokens than it was asked.
     """
     llm = make_llm(model, workload, engine_options or {})
@@ -86,13 +88,20 @@ def make_llm(model: PreTrainedModel, workload: Workload, engine_options: dict[st
         ValueError: the workload is longer than the model's context.
     """
     block_size = engine_options.get("block_size", EngineConfig.block_size)
-    blocks = sum(-(-(length + workload.new_tokens) // block_size) for length in workload.prompt_lens)
+    running = sorted(workload.total_lens)[-(workload.max_num_seqs or 0) :]
+    blocks = sum(-(-length // block_size) for length in running)
     groups = len(group_layers(PackedModel(build_view(model)).specs))
-    options = {"enable_prefix_caching": False, "num_blocks": blocks * groups + 1, **engine_options}
+    options = {"enable_prefix_caching": workload.common_prefix > 0, "num_blocks": blocks * groups + 1, **engine_options}
+    if workload.max_num_seqs is not None:
+        options = {"max_num_seqs": workload.max_num_seqs, **options}
     llm = LLM(model, **options)
     if workload.longest > llm.engine.max_model_len:
         raise ValueError(f"{workload.longest} tokens are more than the context of {llm.engine.max_model_len}")
     return llm
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
 
 
 def weight_sizes(model: PreTrainedModel) -> dict[str, int]:
@@ -115,43 +124,54 @@ def dense_bytes_per_token(llm: LLM) -> float:
 
 
 def _paged(llm: LLM, workload: Workload) -> _System:
+    """Every run starts cold: a prefix is shared within it only."""
     prompts = workload.prompts(llm.engine.vocab_size)
-    params = SamplingParams(temperature=0.0, max_tokens=workload.new_tokens, ignore_eos=True, detokenize=False)
+    params = [greedy(length) for length in workload.output_lens]
+
+    def run() -> int:
+        llm.engine.scheduler.reset_prefix_cache()
+        return sum(len(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False))
+
     return _System(
         name="hf_paged",
         kv_cache=llm.engine.config.kv_cache_dtype,
         kv_bytes_per_token=llm.engine.kv_cache.bytes_per_token,
         prompt_lens=workload.prompt_lens,
-        run=lambda: sum(len(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)),
+        run=run,
     )
 
 
 def _dense(llm: LLM, workload: Workload) -> _System:
-    """A static batch, padded on the left to its longest prompt."""
-    prompts, longest = workload.prompts(llm.engine.vocab_size), max(workload.prompt_lens)
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=llm.model.device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=llm.model.device)
+    """Static batches in the order of the prompts, each padded on the left and run to its longest output."""
+    prompts = workload.prompts(llm.engine.vocab_size)
+    batches = [slice(at, at + _DENSE_BATCH) for at in range(0, len(prompts), _DENSE_BATCH)]
     generate: Any = llm.model.generate
 
-    def run() -> int:
+    def run_batch(batch: slice) -> int:
+        longest = max(workload.prompt_lens[batch])
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts[batch]], device=llm.model.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts[batch]], device=ids.device)
         with torch.inference_mode():
-            out = generate(ids, attention_mask=mask, max_new_tokens=workload.new_tokens, do_sample=False)
-        return int(out.shape[0] * (out.shape[1] - longest))
+            out = generate(ids, attention_mask=mask, max_new_tokens=max(workload.output_lens[batch]), do_sample=False)
+        return sum(min(length, out.shape[1] - longest) for length in workload.output_lens[batch])
 
     return _System(
         name="dense",
         kv_cache="auto",
         kv_bytes_per_token=dense_bytes_per_token(llm),
-        prompt_lens=[longest] * len(prompts),
-        run=run,
+        prompt_lens=[max(workload.prompt_lens[batch]) for batch in batches for _ in prompts[batch]],
+        run=lambda: sum(map(run_batch, batches)),
     )
 
 
 def _native(llm: LLM, workload: Workload) -> _System:
     """The pool is sized by the work: left alone, it takes most of the memory, which on a CPU takes minutes to fill."""
     prompts = workload.prompts(llm.engine.vocab_size)
-    generation = GenerationConfig(max_new_tokens=workload.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    blocks = sum(-(-(len(prompt) + workload.new_tokens) // _NATIVE_BLOCK_SIZE) for prompt in prompts)
+    new_tokens = max(workload.output_lens)
+    if min(workload.output_lens) != new_tokens:
+        raise ValueError(f"workload {workload.name} has outputs of different lengths; native allows one max_new_tokens")
+    generation = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    blocks = sum(-(-(len(prompt) + new_tokens) // _NATIVE_BLOCK_SIZE) for prompt in prompts)
     batching = ContinuousBatchingConfig(
         block_size=_NATIVE_BLOCK_SIZE, num_blocks=blocks + 8, max_batch_tokens=8192, allow_block_sharing=False
     )
@@ -181,8 +201,9 @@ def _checked(system: _System, workload: Workload) -> Callable[[], None]:
 def _result(system: _System, timing: Timing, workload: Workload, machine: Machine, model: PreTrainedModel) -> Result:
     kv_bytes = system.kv_bytes_per_token
     least = least_seconds(
-        machine, system.prompt_lens, workload.new_tokens, kv_bytes_per_token=kv_bytes, **weight_sizes(model)
-    )
+        machine, system.prompt_lens, workload.output_lens, kv_bytes_per_token=kv_bytes,
+        max_num_seqs=workload.max_num_seqs, common_prefix=workload.common_prefix, **weight_sizes(model),
+    )  # fmt: skip
     return Result(
         system=system.name,
         kv_cache=system.kv_cache,

@@ -11,51 +11,103 @@ from hf_paged.eval.machine import Machine
 
 UNIFORM_LEN = (512, 512)
 RAGGED_LEN = (128, 1024)
-NAMED = ("b1", "b16", "b64", "ragged128")
+LONG_LEN = (8192, 8192)
+RAGGED_OUTPUTS = (16, 512)
+NAMED = ("b1", "b16", "b64", "b256", "long16", "ragged128", "ragged512", "shared-prefix", "burst")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """`prompt_lens` in tokens; every prompt gets exactly `new_tokens` more."""
+    """Requests that are all there at the start.
+
+    Args:
+        prompt_lens: prompt tokens of each request, `common_prefix` included.
+        output_lens: new tokens of each request, no fewer and no more.
+        common_prefix: leading tokens that all prompts have in common.
+        max_num_seqs: how many may run at once; None: as many as there are.
+    """
 
     name: str
     prompt_lens: tuple[int, ...]
-    new_tokens: int
+    output_lens: tuple[int, ...]
+    common_prefix: int = 0
+    max_num_seqs: int | None = None
 
     @property
     def generated_tokens(self) -> int:
-        return len(self.prompt_lens) * self.new_tokens
+        return sum(self.output_lens)
+
+    @property
+    def total_lens(self) -> list[int]:
+        return [prompt + output for prompt, output in zip(self.prompt_lens, self.output_lens, strict=True)]
 
     @property
     def longest(self) -> int:
-        return max(self.prompt_lens) + self.new_tokens
+        return max(self.total_lens)
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """Random token ids, the same for the same workload."""
         generator = random.Random(1)
-        return [[generator.randrange(vocab_size) for _ in range(length)] for length in self.prompt_lens]
+        common = [generator.randrange(vocab_size) for _ in range(self.common_prefix)]
+        return [
+            common + [generator.randrange(vocab_size) for _ in range(length - len(common))]
+            for length in self.prompt_lens
+        ]
+
+    def __str__(self) -> str:
+        shared = f", the first {self.common_prefix} in common" if self.common_prefix else ""
+        running = f", at most {self.max_num_seqs} running" if self.max_num_seqs else ""
+        return (
+            f"{self.name}: {len(self.prompt_lens)} prompts of {_span(self.prompt_lens)} tokens{shared}, "
+            f"{_span(self.output_lens)} new tokens each{running}"
+        )
 
 
-def make_workload(name: str, *, prompt_tokens: str | None = None, new_tokens: int = 128) -> Workload:
-    """`bN`: N prompts of 512 tokens; `raggedN`: N prompts of 128..1024 tokens, uniform, seed 0.
+def _span(lens: Sequence[int]) -> str:
+    low, high = min(lens), max(lens)
+    return f"{low}" if low == high else f"{low}..{high}"
+
+
+def make_workload(name: str, *, prompt_tokens: str | None = None, new_tokens: str | int | None = None) -> Workload:
+    """A workload by name; lengths are uniform, seed 0, and 128 new tokens each where nothing else is said.
+
+        bN              N prompts of 512 tokens
+        longN           N prompts of 8,192 tokens
+        raggedN         N prompts of 128..1024 tokens; beyond 128 of them with 16..512 new tokens, 128 running at most
+        shared-prefix   64 prompts of 2,048 common tokens and 32 of their own
+        burst           256 prompts of 128..1024 tokens with 16..512 new tokens, all running
 
     Args:
-        prompt_tokens: another length ("256") or range ("16..256").
+        prompt_tokens: another prompt length ("256") or range ("16..256"); for shared-prefix that of the own part.
+        new_tokens: another number of new tokens, or range.
 
     Raises:
-        ValueError: a name or range of another form.
+        ValueError: a name, length or range of another form.
     """
-    match = re.fullmatch(r"(b|ragged)([1-9]\d*)", name)
+    match = re.fullmatch(r"(b|long|ragged)([1-9]\d*)|shared-prefix|burst", name)
     if match is None:
-        raise ValueError(f"workload {name!r} is unknown; allowed: bN and raggedN, such as {', '.join(NAMED)}")
-    low, high = UNIFORM_LEN if match[1] == "b" else RAGGED_LEN
+        raise ValueError(
+            f"workload {name!r} is unknown; allowed: bN, longN, raggedN, shared-prefix and burst, such as "
+            f"{', '.join(NAMED)}"
+        )
+    count = int(match[2]) if match[2] else {"shared-prefix": 64, "burst": 256}[name]
+    common, own = (2048, (32, 32)) if name == "shared-prefix" else (0, RAGGED_LEN)
+    varied = name == "burst" or (match[1] == "ragged" and count > 128)
+    prompt_range = {"b": UNIFORM_LEN, "long": LONG_LEN}.get(match[1], own)
     if prompt_tokens is not None:
-        low, high = parse_range(prompt_tokens)
-    if new_tokens < 1:
-        raise ValueError(f"new_tokens={new_tokens} is not allowed; allowed: an integer >= 1")
+        prompt_range = parse_range(prompt_tokens)
+    output_range = RAGGED_OUTPUTS if varied else (128, 128)
+    if new_tokens is not None:
+        output_range = parse_range(str(new_tokens))
     generator = random.Random(0)
-    lens = tuple(generator.randint(low, high) for _ in range(int(match[2])))
-    return Workload(name=name, prompt_lens=lens, new_tokens=new_tokens)
+    prompt_lens = tuple(common + generator.randint(*prompt_range) for _ in range(count))
+    return Workload(
+        name=name,
+        prompt_lens=prompt_lens,
+        output_lens=tuple(generator.randint(*output_range) for _ in range(count)),
+        common_prefix=common,
+        max_num_seqs=128 if match[1] == "ragged" and count > 128 else None,
+    )
 
 
 def parse_range(text: str) -> tuple[int, int]:
@@ -70,19 +122,26 @@ def parse_range(text: str) -> tuple[int, int]:
 def least_seconds(
     machine: Machine,
     prompt_lens: Sequence[int],
-    new_tokens: int,
+    output_lens: Sequence[int],
     *,
     linear_parameters: int,
     weight_bytes: int,
     kv_bytes_per_token: float,
+    max_num_seqs: int | None = None,
+    common_prefix: int = 0,
 ) -> float:
-    """The roof: prompts at the FLOP roof, then every step reads all weights and live KV once, or computes, if longer.
+    """The roof: prompts at the FLOP roof, a common prefix once, then steps that read or compute, whichever is longer.
 
-    Attention FLOPs and everything that is not a matrix product are left out, so no system can be faster than this.
+    Every decode step reads all weights, every new token all keys and values before it. There are as many steps as the
+    longest output takes, or as `max_num_seqs` rows need for all tokens. Attention FLOPs and everything that is not a
+    matrix product are left out, so no system can be faster than this.
     """
     flops_per_token = 2 * linear_parameters
-    prefill = flops_per_token * sum(prompt_lens) / machine.flops_per_s
-    live = (sum(prompt_lens) + len(prompt_lens) * new_tokens / 2) * kv_bytes_per_token  # mean over the steps
-    read = (weight_bytes + live) / machine.bytes_per_s
-    compute = flops_per_token * len(prompt_lens) / machine.flops_per_s
-    return prefill + (new_tokens - 1) * max(read, compute)
+    prompt_tokens = sum(prompt_lens) - common_prefix * (len(prompt_lens) - 1)
+    prefill = flops_per_token * prompt_tokens / machine.flops_per_s
+    decoded = sum(output_lens) - len(output_lens)  # the first token of each comes with its prompt
+    steps = max(max(output_lens) - 1, -(-decoded // (max_num_seqs or len(output_lens))))
+    live = sum((output - 1) * (prompt + output / 2) for prompt, output in zip(prompt_lens, output_lens, strict=True))
+    read = (steps * weight_bytes + live * kv_bytes_per_token) / machine.bytes_per_s
+    compute = flops_per_token * decoded / machine.flops_per_s
+    return prefill + max(read, compute)

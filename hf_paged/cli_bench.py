@@ -1,8 +1,9 @@
-"""`hf-paged bench throughput | latency | memory`: a table for people, then one JSON line for programs."""
+"""`hf-paged bench throughput | latency | online | memory`: a table for people, then one JSON line for programs."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,9 +38,19 @@ BenchModel = Annotated[
         show_default=False,
     ),
 ]
-WorkloadName = Annotated[str, typer.Option("--workload", help="bN (512 tokens each) or raggedN (128..1024 tokens).")]
+WorkloadName = Annotated[
+    str,
+    typer.Option(
+        "--workload",
+        help="bN (N prompts of 512 tokens), longN (8,192), raggedN (128..1024; beyond 128 prompts also 16..512 new "
+        "tokens each), shared-prefix (64 prompts, 2,048 tokens in common) or burst (256 ragged ones at once).",
+    ),
+]
 PromptTokens = Annotated[str | None, typer.Option(help="Another prompt length, e.g. 64, or range, e.g. 16..256.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Tokens that every prompt generates.")]
+OutputTokens = Annotated[
+    str | None, typer.Option("--new-tokens", help="Another number of new tokens, e.g. 64, or range, e.g. 16..512.")
+]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs after the warm-up; the median counts.")]
 NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; default: what the workload needs.")]
 
@@ -50,7 +61,7 @@ def throughput(
     model: BenchModel,
     workload: WorkloadName = "ragged128",
     prompt_tokens: PromptTokens = None,
-    new_tokens: NewTokens = 128,
+    new_tokens: OutputTokens = None,
     baseline: Annotated[
         list[Baseline] | None, typer.Option(help="Also dense generate or native generate_batch; may be repeated.")
     ] = None,
@@ -71,7 +82,7 @@ def throughput(
     loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=cli.usable(device))
     baselines = [choice.value for choice in baseline or ()]
     machine, results = measure_throughput(loaded, work, baselines=baselines, engine_options=options, repeats=repeats)
-    table = _table(f"{model}, {_describe(work)}", "seconds", "range", "tokens/s", "ceiling", "of ceiling")
+    table = _table(f"{model}, {work}", "seconds", "range", "tokens/s", "ceiling", "of ceiling")
     for result in results:
         table.add_row(
             result.system,
@@ -108,11 +119,46 @@ def latency(
     cli.quiet_unless_terminal()
     loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=cli.usable(device))
     machine, results = measure_latency(loaded, work, dense=dense, engine_options=options, repeats=repeats)
-    table = _table(f"{model}, {_describe(work)}", "first token ms", "p50 ms", "p90 ms", "p99 ms", "least ms")
+    table = _table(f"{model}, {work}", "first token ms", "p50 ms", "p90 ms", "p99 ms", "least ms")
     for result in results:
         figures = (result.first_token, result.p50, result.p90, result.p99, result.ceiling)
         table.add_row(result.system, result.kv_cache, *(f"{figure:.2f}" for figure in figures))
     _report(table, machine, work, results, model=model, dtype=str(loaded.dtype))
+
+
+@bench.command()
+@cli.plain_errors
+def online(
+    model: BenchModel,
+    workload: WorkloadName = "ragged512",
+    rate: Annotated[float | None, typer.Option(help="Requests per second; default: all come at once.")] = None,
+    prompt_tokens: PromptTokens = None,
+    new_tokens: OutputTokens = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs after the warm-up; all count.")] = 1,
+    kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,
+    block_size: cli.BlockSize = EngineConfig.block_size,
+    num_blocks: NumBlocks = EngineConfig.num_blocks,
+    dtype: cli.WeightDType = cli.DType.auto,
+    device: cli.Device = None,
+) -> None:
+    """Time to the first token and between tokens of requests that arrive over time (Poisson)."""
+    options = cli.engine_options(dict(locals()))
+    work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
+    from hf_paged.eval.bench_models import load_bench_model  # not for --help
+    from hf_paged.eval.online import measure_online
+
+    cli.quiet_unless_terminal()
+    loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=cli.usable(device))
+    machine, result = measure_online(
+        loaded, work, rate=math.inf if rate is None else rate, engine_options=options, repeats=repeats
+    )
+    title = f"{model}, {work}, {'all at once' if rate is None else f'{rate:g} requests/s'}"
+    table = _table(title, "tokens/s", "first ms, mean", "p50", "p99", "between ms, p50", "p99")
+    figures = (result.first_mean, result.first_p50, result.first_p99, result.between_p50, result.between_p99)
+    table.add_row(
+        result.system, result.kv_cache, f"{result.tokens_per_s:,.0f}", *(f"{figure:,.2f}" for figure in figures)
+    )
+    _report(table, machine, work, [result], model=model, dtype=str(loaded.dtype))
 
 
 @bench.command()
@@ -126,7 +172,7 @@ def memory(
     work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
     results = [paged_waste(work.prompt_lens, new_tokens, block_size) for block_size in BLOCK_SIZES]
     results.append(dense_waste(work.prompt_lens, new_tokens))
-    table = Table(title=_describe(work), title_justify="left")
+    table = Table(title=str(work), title_justify="left")
     for name in ("KV cache", "slots at the peak", "unused", "unused over the run"):
         table.add_column(name, justify="left" if name == "KV cache" else "right")
     for waste in results:
@@ -138,12 +184,6 @@ def memory(
     )
 
 
-def _describe(work: Workload) -> str:
-    low, high = min(work.prompt_lens), max(work.prompt_lens)
-    lengths = f"{low}" if low == high else f"{low}..{high}"
-    return f"{work.name}: {len(work.prompt_lens)} prompts of {lengths} tokens, {work.new_tokens} new tokens each"
-
-
 def _table(title: str, *figures: str) -> Table:
     table = Table("system", "KV", title=title, title_justify="left")
     for figure in figures:
@@ -153,14 +193,14 @@ def _table(title: str, *figures: str) -> Table:
 
 def _report(table: Table, machine: Machine, work: Workload, results: Sequence[Any], **facts: str) -> None:
     cli.OUT.print(table)
-    cli.OUT.print(
-        f"Ceiling: weights and live KV read once per step, prompts at the FLOP roof. {machine}", highlight=False
-    )
+    if hasattr(results[0], "ceiling"):
+        cli.OUT.print("Ceiling: weights and live KV read once per step, prompts at the FLOP roof.")
+    cli.OUT.print(str(machine), highlight=False)
     record = {
         **facts,
         "workload": work.name,
         "prompt_tokens": sum(work.prompt_lens),
-        "new_tokens": work.new_tokens,
+        "new_tokens": work.generated_tokens,
         "machine": machine.name,
         "bytes_per_s": machine.bytes_per_s,
         "flops_per_s": machine.flops_per_s,

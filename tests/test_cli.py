@@ -16,7 +16,8 @@ from typer.testing import CliRunner, Result
 
 from hf_paged import cli_generate
 from hf_paged.cli import app
-from hf_paged.eval.workload import make_workload
+from hf_paged.eval.machine import Machine
+from hf_paged.eval.workload import least_seconds, make_workload
 from hf_paged.outputs import CompletionOutput, RequestOutput
 
 LAYERS, KV_HEADS, HEAD_DIM, VOCAB = 2, 2, 16, 97
@@ -235,6 +236,7 @@ def test_info_states_the_bytes_that_each_kv_format_costs(model_path: Path) -> No
         }
     ]
     per_head = {"auto": 4 * HEAD_DIM, "fp8": HEAD_DIM + 2, "int8": HEAD_DIM + 2}  # fp32; one byte per code, fp16 scale
+    per_head["int4"] = HEAD_DIM // 2 + 4  # two codes per byte, fp16 scale and zero
     costs = {cost["kv_cache_dtype"]: cost["bytes_per_token"] for cost in info["kv_cache"]}
     assert costs == {name: LAYERS * 2 * KV_HEADS * size for name, size in per_head.items()}
     assert all(cost["tokens_that_fit"] > 0 for cost in info["kv_cache"])
@@ -289,6 +291,16 @@ def test_bench_latency_ends_with_json(model_path: Path) -> None:
     assert all(row["ceiling"] < row["p50"] <= row["p99"] for row in record["results"])
 
 
+def test_bench_online_reports_percentiles_over_all_requests(model_path: Path) -> None:
+    options = ("--workload", "ragged3", "--prompt-tokens", "8..16", "--new-tokens", "2..5", "--rate", "50")
+    result = run("bench", "online", model_path, *options)
+    assert result.exit_code == 0, result.stderr
+    row = json.loads(result.stdout.splitlines()[-1])["results"][0]
+    assert row["rate"] == 50
+    assert 0 < row["first_p50"] <= row["first_p99"]
+    assert 0 < row["between_p50"] <= row["between_p99"]
+
+
 @pytest.mark.parametrize(
     "options", [["--workload", "c4"], ["--prompt-tokens", "9..3"], ["--prompt-tokens", "few"], ["--new-tokens", "0"]]
 )
@@ -303,6 +315,17 @@ def test_a_workload_is_the_same_every_time_so_that_figures_compare() -> None:
     assert min(work.prompt_lens) >= 128
     assert max(work.prompt_lens) <= 1024
     assert [len(prompt) for prompt in work.prompts(50)] == list(work.prompt_lens)
+
+
+def test_a_shared_prefix_is_common_to_all_prompts_and_counted_once_in_the_roof() -> None:
+    work = make_workload("shared-prefix")
+    prompts = work.prompts(1000)
+    assert {tuple(prompt[:2048]) for prompt in prompts} == {tuple(prompts[0][:2048])}
+    assert len({tuple(prompt) for prompt in prompts}) == 64
+    machine = Machine(name="", bytes_per_s=1e12, flops_per_s=1e12)
+    sizes = {"linear_parameters": 10**6, "weight_bytes": 0, "kv_bytes_per_token": 0.0}
+    least = least_seconds(machine, work.prompt_lens, [1] * 64, common_prefix=work.common_prefix, **sizes)
+    assert least == pytest.approx(2e6 * (2048 + 64 * 32) / 1e12)
 
 
 def test_a_gpu_that_is_not_here_is_told_in_one_line_not_by_an_assertion_of_torch(model_path: Path) -> None:
