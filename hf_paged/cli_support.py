@@ -33,7 +33,9 @@ class DType(str, Enum):
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or hub name.", show_default=False)]
 Device = Annotated[str | None, typer.Option(help="Where to run, e.g. cuda:1; default: the first GPU, else the CPU.")]
 WeightDType = Annotated[DType, typer.Option("--dtype", help="Of the weights; auto = as stored.")]
-KVCacheDType = Annotated[str, typer.Option(help='auto (the model\'s dtype), fp8, int8, or a pair: "k=int8,v=auto".')]
+KVCacheDType = Annotated[
+    str, typer.Option(help='auto (the model\'s dtype), fp8, int8, int4, or a pair: "k=int8,v=int4".')
+]
 BlockSize = Annotated[int, typer.Option(help="Tokens per KV block: 16, 32, 64, 128 or 256.")]
 JSONOutput = Annotated[bool, typer.Option("--json", help="Write JSON, one object per line.")]
 

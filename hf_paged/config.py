@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NoReturn
 
-KV_FORMATS = ("auto", "fp8", "int8")
+KV_FORMATS = ("auto", "fp8", "int8", "int4")
 
 AutoBool = bool | Literal["auto"]
 
@@ -38,7 +38,7 @@ class EngineConfig:
     """Settings of one engine. Raises ValueError for a value that no engine can run with."""
 
     block_size: int = 32  # tokens per KV block, a power of two in 16..256
-    kv_cache_dtype: str = "auto"  # "auto" (model dtype), "fp8", "int8", or "k=int8,v=auto"
+    kv_cache_dtype: str = "auto"  # "auto" (model dtype), "fp8", "int8", "int4", or "k=int8,v=int4"
     skip_layers: tuple[int, ...] = ()  # layers that keep the model dtype in the cache
     num_blocks: int | None = None  # blocks on the device, the null block included; None = from the free memory
     gpu_memory_utilization: float = 0.9  # share of the device memory for weights, activations and KV blocks
@@ -87,7 +87,7 @@ class EngineConfig:
 
 def parse_kv_cache_dtype(text: str) -> tuple[str, str]:
     """The formats of K and of V: "int8" -> ("int8", "int8"), "v=auto,k=int8" -> ("int8", "auto"). Raises ValueError."""
-    allowed = f'{", ".join(KV_FORMATS)}, or a pair such as "k=int8,v=auto"'
+    allowed = f'{", ".join(KV_FORMATS)}, or a pair such as "k=int8,v=int4"'
     if not isinstance(text, str):
         refuse("kv_cache_dtype", text, allowed)
     if text in KV_FORMATS:

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from hf_paged.config import parse_kv_cache_dtype
 from hf_paged.kernels.kv_transform import KVTransform
-from hf_paged.kernels.layout import GroupPages, LayerKV, Pages, PlainPages, ScaledPages, num_groups
+from hf_paged.kernels.layout import UINT4, GroupPages, LayerKV, Pages, PlainPages, ScaledPages, num_groups
 from hf_paged.layer_probe import LayerSpec
 
 _ALIGN = 128  # bytes; one cache line, and what bulk copies need
-_CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint4}
+_CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": UINT4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ def layer_formats(
     """The format of each layer by its index; layers in `skip_layers` keep the model's dtype.
 
     Raises:
-        ValueError: `skip_layers` names a layer that does not exist; fp8 on a GPU without fp8 instructions; a head_dim that
-            int4 cannot pack.
+        ValueError: `skip_layers` names a layer that does not exist; fp8 on a GPU without fp8 instructions; a
+            head_dim that int4 cannot pack.
     """
     k_name, v_name = parse_kv_cache_dtype(kv_cache_dtype)
     known = {spec.layer_idx for spec in specs}
@@ -56,6 +56,9 @@ def layer_formats(
         chosen = LayerFormat(
             k_codes=None if skipped else _CODES.get(k_name), v_codes=None if skipped else _CODES.get(v_name)
         )
+        for head_dim, codes in ((spec.head_dim, chosen.k_codes), (spec.v_head_dim, chosen.v_codes)):
+            if codes == UINT4:
+                num_groups(head_dim)  # raises for one that cannot be packed
         _check_device(spec, chosen)
         formats[spec.layer_idx] = chosen
     return formats
@@ -193,48 +196,66 @@ class KVCache:
                 slot[block].copy_(host[host_block], non_blocking=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A tensor's place in a byte row."""
+
+    offset: int  # bytes
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, slot: Tensor) -> Tensor:
+        """`[num_blocks, *shape]` in all rows of `slot`."""
+        return slot[:, self.offset : self.offset + self.num_bytes].view(self.dtype).unflatten(1, self.shape)
+
+
 class _RowLayout:
     """Where one layer's parts lie in a block's byte row."""
 
     def __init__(self, spec: LayerSpec, fmt: LayerFormat, block_size: int) -> None:
-        self._offset = 0
-        self._k = self._take((spec.kv_heads, block_size, spec.head_dim), fmt.k_codes or spec.dtype)
-        self._v = self._take((spec.kv_heads, block_size, spec.v_head_dim), fmt.v_codes or spec.dtype)
-        self._k_scale = self._take((spec.kv_heads, block_size), torch.float16) if fmt.k_codes else None
-        self._v_scale = self._take((spec.kv_heads, block_size), torch.float16) if fmt.v_codes else None
-        self._transform = fmt.transform
-        self.num_bytes = self._offset
+        self.num_bytes = 0
+        self._k_codes, self._v_codes = fmt.k_codes, fmt.v_codes
+        rows = (spec.kv_heads, block_size)
+        self._k = self._take(rows, _code_part(spec.head_dim, fmt.k_codes, spec.dtype))
+        self._v = self._take(rows, _code_part(spec.v_head_dim, fmt.v_codes, spec.dtype))
+        self._k_scale = self._take(rows, _scale_part(spec.head_dim, fmt.k_codes))
+        self._v_scale = self._take(rows, _scale_part(spec.v_head_dim, fmt.v_codes))
 
-    def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, tuple[int, ...], torch.dtype]:
-        part = (self._offset, shape, dtype)
-        self._offset += math.ceil(math.prod(shape) * dtype.itemsize / _ALIGN) * _ALIGN
-        return part
+    def _take(self, rows: tuple[int, int], part: tuple[tuple[int, ...], torch.dtype]) -> _Part:
+        taken = _Part(offset=self.num_bytes, shape=(*rows, *part[0]), dtype=part[1])
+        self.num_bytes += math.ceil(taken.num_bytes / _ALIGN) * _ALIGN
+        return taken
 
     def pages(self, slot: Tensor) -> LayerKV:
         return LayerKV(
-            k=self._pages(slot, self._k, self._k_scale),
-            v=self._pages(slot, self._v, self._v_scale),
-            transform=self._transform,
+            k=_pages(self._k_codes, self._k.view(slot), self._k_scale.view(slot)),
+            v=_pages(self._v_codes, self._v.view(slot), self._v_scale.view(slot)),
         )
 
-    def _pages(
-        self,
-        slot: Tensor,
-        values: tuple[int, tuple[int, ...], torch.dtype],
-        scale: tuple[int, tuple[int, ...], torch.dtype] | None,
-    ) -> Pages:
-        if scale is None:
-            return PlainPages(data=_part(slot, *values))
-        return ScaledPages(codes=_part(slot, *values), scale=_part(slot, *scale))
+
+def _code_part(head_dim: int, codes: torch.dtype | None, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of one row of values or codes."""
+    return ((head_dim // 2,), torch.uint8) if codes == UINT4 else ((head_dim,), codes or dtype)
 
 
-def _part(slot: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A typed view `[num_blocks, *shape]` of the bytes at `offset` of every row."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return slot[:, offset : offset + num_bytes].view(dtype).unflatten(1, shape)
+def _scale_part(head_dim: int, codes: torch.dtype | None) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of what scales one row; plain values have nothing."""
+    if codes is None:
+        return (0,), torch.float16
+    return (num_groups(head_dim), 2) if codes == UINT4 else (), torch.float16
+
+
+def _pages(codes: torch.dtype | None, data: Tensor, scale: Tensor) -> Pages:
+    if codes is None:
+        return PlainPages(data=data)
+    return GroupPages(codes=data, scale=scale) if codes == UINT4 else ScaledPages(codes=data, scale=scale)
 
 
 def _token_bytes(spec: LayerSpec, fmt: LayerFormat) -> int:
-    k = spec.head_dim * (fmt.k_codes or spec.dtype).itemsize + (_SCALE_BYTES if fmt.k_codes else 0)
-    v = spec.v_head_dim * (fmt.v_codes or spec.dtype).itemsize + (_SCALE_BYTES if fmt.v_codes else 0)
-    return spec.kv_heads * (k + v)
+    sides = ((spec.head_dim, fmt.k_codes), (spec.v_head_dim, fmt.v_codes))
+    parts = [part for dim, codes in sides for part in (_code_part(dim, codes, spec.dtype), _scale_part(dim, codes))]
+    return spec.kv_heads * sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)

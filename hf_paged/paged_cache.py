@@ -81,7 +81,7 @@ class PagedCache(Cache):
     Args:
         model: the model that will use the cache, or its config.
         block_size: tokens per block.
-        kv_cache_dtype: "auto" (the model's dtype), "fp8", "int8", or "k=int8,v=auto".
+        kv_cache_dtype: "auto" (the model's dtype), "fp8", "int8", "int4", or "k=int8,v=int4".
         skip_layers: layers that keep the model's dtype.
         num_blocks: size of the pool, the null block included; None lets it grow.
 

@@ -4,8 +4,6 @@ Pages are HND, `[num_blocks, kv_heads, block_size, head_dim]`. Dimension 0 may b
 one byte row, see `kv_cache.py`); the inner three dimensions are contiguous. Block 0 is the null block: no live token is
 ever stored there, and it holds zeros, so that it may be read under a mask. K and V carry their own format, so an 8-bit
 K beside a 16-bit V is a plain combination of two values.
-
-`torch.uint4` is the name of the 4-bit format; no tensor has that dtype.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from hf_paged.kernels.kv_transform import KVTransform
 INT8_MAX = 127.0
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 UINT4_MAX = 15.0
+UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]  # torch's stubs lack it. Names the format, of no tensor
 GROUP_SIZE = 64  # most channels that share a scale and a zero in 4-bit pages
 
 
@@ -81,8 +80,8 @@ class GroupPages:
 def num_groups(head_dim: int) -> int:
     """Groups of a row of 4-bit codes: the fewest equal ones of at most 64 channels whose number is a power of two.
 
-    64 -> 1, 80 -> 2 of 40, 96 -> 2 of 48, 128 -> 2, 192 -> 4 of 48, 256 -> 4. Equal groups, since a ragged last one would
-    cost every kernel a case of its own, and a smaller group only makes its codes finer.
+    64 -> 1, 80 -> 2 of 40, 96 -> 2 of 48, 128 -> 2, 192 -> 4 of 48, 256 -> 4. Equal groups, since a ragged last one
+    would cost every kernel a case of its own, and a smaller group only makes its codes finer.
 
     Raises:
         ValueError: the channels cannot be packed in pairs and cut so.

@@ -13,7 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_paged.kernels.layout import FP8_MAX, INT8_MAX, AttentionMetadata, LayerKV, Pages, PlainPages
+from hf_paged.kernels.layout import (
+    FP8_MAX,
+    INT8_MAX,
+    UINT4_MAX,
+    AttentionMetadata,
+    GroupPages,
+    LayerKV,
+    Pages,
+    PlainPages,
+    num_groups,
+)
 
 SCRATCH_ELEMENTS = 1 << 24  # attention scores held at once by a prefill chunk: 64 MB in fp32
 
@@ -59,10 +69,49 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.float().mul_(scale)
 
 
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize each group of channels of each row (last dimension) to 4 bits, asymmetrically.
+
+    Args:
+        x: `[..., head_dim]` of any float dtype; `layout.num_groups` says how a row is cut.
+
+    Returns:
+        codes `[..., head_dim / 2]` uint8, packed as `layout.GroupPages` says, and `[..., groups, 2]` fp16, scale and
+        zero, with `value ~ code * scale + zero`. The zero is the group's minimum rounded *down* to fp16, the scale
+        (maximum - zero) / 15 rounded *up*, so no code clips and the error is at most scale / 2. A group of zeros has
+        scale and zero 0. A row with inf or NaN, or beyond the range of fp16 below zero or of an fp16 scale, has codes 0
+        and scale and zero NaN: all of it reads back as NaN and is never silent.
+    """
+    x = x.float().unflatten(-1, (num_groups(x.shape[-1]), -1))
+    low, high = x.amin(-1), x.amax(-1)
+    zero = low.clamp(max=torch.finfo(torch.float16).max).half()
+    bits = zero.view(torch.int16)
+    below = torch.where(zero > 0, bits - 1, torch.where(zero == 0, -0x7FFF, bits + 1)).to(torch.int16)
+    zero = torch.where(zero.float() > low, below.view(torch.float16), zero) + 0.0  # never -0
+    span = high - zero.float()
+    exact = span / torch.full_like(span, UINT4_MAX)  # CUDA multiplies by 1 / 15 if that is a Python number
+    scale = exact.half()
+    rounded_down = scale.float() < exact
+    scale = (scale.view(torch.int16) + rounded_down).to(torch.int16).view(torch.float16)  # next fp16 above, scale >= 0
+    finite = ((scale < float("inf")) & zero.isfinite()).all(-1, keepdim=True)
+    divisor = torch.where(finite & (scale > 0), scale, 1.0).float()
+    codes = torch.where(finite.unsqueeze(-1), x - zero.float().unsqueeze(-1), 0.0) / divisor.unsqueeze(-1)
+    codes = codes.round().flatten(-2).to(torch.uint8)  # half to even
+    first, second = codes.chunk(2, -1)
+    return first | second << 4, torch.where(finite.unsqueeze(-1), torch.stack((scale, zero), -1), float("nan"))
+
+
+def dequantize_groups(codes: Tensor, scale: Tensor) -> Tensor:
+    """Values `[..., head_dim]` fp32 of packed `codes` `[..., head_dim / 2]` and `scale` `[..., groups, 2]`."""
+    values = torch.cat((codes & 15, codes >> 4), -1).float().unflatten(-1, (scale.shape[-2], -1))
+    step, zero = scale.float().unsqueeze(-1).unbind(-2)
+    return values.mul_(step).add_(zero).flatten(-2)
+
+
 def write_kv(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
     """Store `key` `[T, kv_heads, head_dim]` and `value` `[T, kv_heads, v_head_dim]` at `slot_mapping` `[T]` int64.
 
-    A slot is block * block_size + offset; -1 stores nothing. Scaled pages are quantized by `quantize_rows`.
+    A slot is block * block_size + offset; -1 stores nothing. Codes are those of `quantize_rows`, `quantize_groups`.
     """
     live = slot_mapping >= 0
     slots = slot_mapping[live]
@@ -71,6 +120,8 @@ def write_kv(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -
     for pages, rows in ((layer.k, key[live]), (layer.v, value[live])):
         if isinstance(pages, PlainPages):
             pages.data[blocks, :, offsets] = rows.to(pages.data.dtype)
+        elif isinstance(pages, GroupPages):
+            pages.codes[blocks, :, offsets], pages.scale[blocks, :, offsets] = quantize_groups(rows)
         else:
             codes, scale = quantize_rows(rows, pages.codes.dtype)
             # fp8 travels as bytes: indexed stores of float8 are not implemented everywhere
@@ -107,7 +158,7 @@ def paged_attention(
     q = (query.to(compute) * scale).unflatten(1, (kv_heads, -1))  # [T, kv_heads, group, head_dim]
     if sinks is not None:
         sinks = sinks.to(compute).view(kv_heads, -1)
-    out = query.new_zeros(*query.shape[:2], layer.v.tensor.shape[3])
+    out = query.new_zeros(*query.shape[:2], layer.v.head_dim)
     num_decodes = meta.num_decodes
     if num_decodes:
         out[:num_decodes] = _decode(q[:num_decodes], layer, meta, window, softcap, sinks)
@@ -129,7 +180,7 @@ def _decode(
     first = max(shortest - window, 0) // layer.block_size if window else 0
     table = meta.block_tables[: q.shape[0], first : -(-longest // layer.block_size)].long()
     if table.shape[1] == 0:
-        return q.new_zeros(q.shape[0], q.shape[1] * q.shape[2], layer.v.tensor.shape[3])
+        return q.new_zeros(q.shape[0], q.shape[1] * q.shape[2], layer.v.head_dim)
     if shortest == longest and not window and softcap is None and sinks is None:  # every key is seen: no mask to build
         k, v = (gather_pages(pages, table, q.dtype)[:, :, :longest] for pages in (layer.k, layer.v))
         return F.scaled_dot_product_attention(q, k, v, scale=1.0).flatten(1, 2)
@@ -216,5 +267,7 @@ def gather_pages(pages: Pages, table: Tensor, dtype: torch.dtype) -> Tensor:
     table = table[:, None, :]
     if isinstance(pages, PlainPages):
         return pages.data[table, heads].to(dtype).flatten(2, 3)
+    if isinstance(pages, GroupPages):
+        return dequantize_groups(pages.codes[table, heads], pages.scale[table, heads]).to(dtype).flatten(2, 3)
     codes = pages.codes.view(torch.int8)[table, heads].view(pages.codes.dtype)
     return dequantize(codes, pages.scale[table, heads]).to(dtype).flatten(2, 3)

@@ -1,11 +1,12 @@
 """Ragged attention cases on poisoned pages, and an independent fp64 attention to judge them by.
 
-Every slot that no live token owns holds NaN (codes: 127 under a NaN scale), block 0 included, so a kernel that reads
-one shows it. Pages are strided views into one row per block, as in the real cache.
+Every slot that no live token owns holds NaN (codes: all ones under a NaN scale), block 0 included, so a kernel that
+reads one shows it. Pages are strided views into one row per block, as in the real cache.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,16 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels import reference
-from hf_paged.kernels.layout import AttentionMetadata, LayerKV, Pages, PlainPages, ScaledPages
+from hf_paged.kernels.layout import (
+    UINT4,
+    AttentionMetadata,
+    GroupPages,
+    LayerKV,
+    Pages,
+    PlainPages,
+    ScaledPages,
+    num_groups,
+)
 
 EIGHT_BIT = (torch.int8, torch.float8_e4m3fn)
 
@@ -50,17 +60,22 @@ class Case:
 def empty_pages(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, format: torch.dtype) -> Pages:
     """Poisoned pages whose blocks are 16 elements apart, so that a kernel must honour the stride."""
 
-    def rows(width: int, dtype: torch.dtype) -> Tensor:
+    def rows(dtype: torch.dtype, *row: int) -> Tensor:
+        shape = (kv_heads, block_size, *row)
+        width = math.prod(shape)
         if dtype == torch.float8_e4m3fn:
-            return torch.full((num_blocks, width + 16), 127, dtype=torch.uint8).view(dtype)[:, :width]
-        poison = 127 if dtype == torch.int8 else float("nan")
-        return torch.full((num_blocks, width + 16), poison, dtype=dtype)[:, :width]
+            return (
+                torch.full((num_blocks, width + 16), 127, dtype=torch.uint8).view(dtype)[:, :width].unflatten(1, shape)
+            )
+        poison = {torch.int8: 127, torch.uint8: 255}.get(dtype, float("nan"))
+        return torch.full((num_blocks, width + 16), poison, dtype=dtype)[:, :width].unflatten(1, shape)
 
-    data = rows(kv_heads * block_size * head_dim, format).unflatten(1, (kv_heads, block_size, head_dim))
+    if format == UINT4:
+        scale = rows(torch.float16, num_groups(head_dim), 2)
+        return GroupPages(codes=rows(torch.uint8, head_dim // 2), scale=scale)
     if format not in EIGHT_BIT:
-        return PlainPages(data=data)
-    scale = rows(kv_heads * block_size, torch.float16).unflatten(1, (kv_heads, block_size))
-    return ScaledPages(codes=data, scale=scale)
+        return PlainPages(data=rows(format, head_dim))
+    return ScaledPages(codes=rows(format, head_dim), scale=rows(torch.float16))
 
 
 def to_device(case: Case, device: str) -> Case:
@@ -75,7 +90,7 @@ def to_device(case: Case, device: str) -> Case:
     def pages(p: Pages) -> Pages:
         if isinstance(p, PlainPages):
             return PlainPages(data=move(p.data))
-        return ScaledPages(codes=move(p.codes), scale=move(p.scale))
+        return type(p)(codes=move(p.codes), scale=move(p.scale))
 
     meta = case.meta
     return Case(
@@ -158,7 +173,7 @@ def with_null_block(case: Case) -> Case:
     """The case as a real cache holds it: zeros in the null block."""
     for pages in (case.layer.k, case.layer.v):
         pages.tensor.view(torch.uint8)[0] = 0
-        if isinstance(pages, ScaledPages):
+        if not isinstance(pages, PlainPages):
             pages.scale[0] = 0
     return case
 
@@ -181,6 +196,11 @@ def stored_values(pages: Pages, table: Tensor, seq_len: int) -> Tensor:
         row = pages.tensor[int(table[block]), :, offset].double()
         if isinstance(pages, ScaledPages):
             row = row * pages.scale[int(table[block]), :, offset, None].double()
+        elif isinstance(pages, GroupPages):
+            row = torch.cat([row % 16, (row / 16).floor()], -1)
+            scale = pages.scale[int(table[block]), :, offset].double()
+            channel_scale = scale.repeat_interleave(row.shape[-1] // scale.shape[1], 1)
+            row = row * channel_scale[..., 0] + channel_scale[..., 1]
         values.append(row)
     return torch.stack(values)
 
@@ -190,7 +210,7 @@ def dense_attention(case: Case) -> Tensor:
     meta, options = case.meta, case.options
     kv_heads = case.layer.k.tensor.shape[1]
     group = case.query.shape[1] // kv_heads
-    out = torch.zeros(*case.query.shape[:2], case.layer.v.tensor.shape[3], dtype=torch.float64)
+    out = torch.zeros(*case.query.shape[:2], case.layer.v.head_dim, dtype=torch.float64)
     for i, seq_len in enumerate(meta.seq_lens.tolist()):
         begin, end = meta.cu_seqlens_q[i : i + 2].tolist()
         if seq_len == 0:
@@ -220,9 +240,9 @@ def tolerance(shape: Shape) -> float:
     its probability is off by that factor, and an average of values up to 4 by twice that. 16 bits: probabilities and
     the output are rounded once each, 2^-11 (fp16) or 2^-8 (bf16) relative. 8-bit codes are exact in fp16, so q and
     probabilities in fp16 are the only rounding beside the output's own. Scores of q itself in fp16 add |score| * 2^-11
-    in the exponent, |score| <= 16 here.
+    in the exponent, |score| <= 16 here. 4-bit codes become fp16 values of a tile, which doubles either rounding.
     """
     if shape.dtype == torch.float32:
         return 2 * 4 * 16 * 16 * 2**-24
     step = 2**-8 if torch.bfloat16 in (shape.dtype, shape.k_format) else 2**-11
-    return 4 * 2 * step
+    return 4 * 2 * step * (2 if UINT4 in (shape.k_format, shape.v_format) else 1)

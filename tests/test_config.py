@@ -17,7 +17,7 @@ from hf_paged.config import EngineConfig, KVGroup, parse_kv_cache_dtype
         ("block_size", 48),
         ("block_size", 512),
         ("block_size", 32.0),
-        ("kv_cache_dtype", "int4"),
+        ("kv_cache_dtype", "int2"),
         ("kv_cache_dtype", "k=int8"),
         ("kv_cache_dtype", "k=int8,k=fp8"),
         ("kv_cache_dtype", "k=int8,v=auto,"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_paged.kernels.layout import PlainPages, ScaledPages
+from hf_paged.kernels.layout import GroupPages, PlainPages, ScaledPages
 from hf_paged.kv_cache import KVCache, group_layers, layer_formats
 from hf_paged.layer_probe import LayerSpec
 
@@ -58,6 +58,33 @@ def test_parts_of_a_row_do_not_overlap() -> None:
     assert (layer.v.codes[1] == 3).all() and (layer.v.codes[3] == 3).all() and (layer.k.codes == 1).all()
 
 
+def test_parts_of_an_int4_row_do_not_overlap_and_cost_what_they_say() -> None:
+    cache = KVCache(
+        [spec(0, head_dim=128, v_head_dim=80)], layer_formats([spec(0)], "int4"), num_blocks=3, block_size=16
+    )
+    layer = cache.layers[0]
+    assert isinstance(layer.k, GroupPages) and isinstance(layer.v, GroupPages)
+    assert (layer.k.head_dim, layer.v.head_dim) == (128, 80)
+    parts = [layer.k.codes, layer.k.scale, layer.v.codes, layer.v.scale]
+    for i, part in enumerate(parts):
+        part[...] = i + 1
+    assert [int(part.unique()) for part in parts] == [1, 2, 3, 4]
+    assert cache.bytes_per_token == 2 * (64 + 2 * 4 + 40 + 2 * 4) == sum(p.nbytes for p in parts) / (3 * 16)
+    assert all(part.stride(0) * part.element_size() == cache.block_bytes for part in parts)
+
+
+def test_int4_beside_another_format_costs_half_a_byte_per_channel_and_four_per_group() -> None:
+    specs = [spec(0, head_dim=256, v_head_dim=64)]
+    for name, size in (("k=int8,v=int4", 256 + 2 + 32 + 4), ("k=int4,v=auto", 128 + 16 + 128)):
+        cache = KVCache(specs, layer_formats(specs, name), num_blocks=2, block_size=16)
+        assert cache.bytes_per_token == 2 * size
+
+
+def test_a_head_dim_that_int4_cannot_pack_is_refused_before_anything_is_allocated() -> None:
+    with pytest.raises(ValueError, match="head_dim 33"):
+        layer_formats([spec(0, v_head_dim=33)], "k=int8,v=int4")
+
+
 def test_layers_of_different_groups_share_their_slot() -> None:
     """A block id belongs to one group at a time, so the memory of a slot is counted once, not once per group."""
     specs = [spec(i, 32 if i % 2 else None) for i in range(4)]
@@ -89,7 +116,7 @@ def test_block_copies_read_every_source_before_they_write() -> None:
     assert [int(cache.layers[1].k.tensor[b].unique()) for b in range(5)] == [0, 1, 1, 2, 4]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8", "int4", "k=int4,v=fp8"])
 def test_swapped_blocks_come_back_as_they_were(kv_cache_dtype: str) -> None:
     cache = cache_of([spec(0), spec(1)], kv_cache_dtype)
     assert cache.allocate_host(3 * cache.block_bytes + 1) == 3

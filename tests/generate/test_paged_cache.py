@@ -234,7 +234,7 @@ def test_beams_store_a_prompt_once(plain: PreTrainedModel) -> None:
         assert used(cache_of(paged)) <= 2 * (2 + 4)  # two full blocks per prompt, at most a tail per beam
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "k=int8,v=auto"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "int4", "k=int8,v=int4", "k=int4,v=auto"])
 @pytest.mark.parametrize("attention", ["sdpa", "hf_paged"])
 def test_every_attention_sees_the_same_quantized_values(
     plain: PreTrainedModel, kv_cache_dtype: str, attention: str

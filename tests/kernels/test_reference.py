@@ -9,8 +9,8 @@ import torch
 from kernel_cases import Shape, dense_attention, make_case, tolerance, with_null_block
 from torch import Tensor
 
-from hf_paged.kernels.layout import AttentionMetadata, PlainPages
-from hf_paged.kernels.reference import dequantize, paged_attention, quantize_rows
+from hf_paged.kernels.layout import UINT4, AttentionMetadata, PlainPages, num_groups
+from hf_paged.kernels.reference import dequantize, dequantize_groups, paged_attention, quantize_groups, quantize_rows
 
 FORMATS = [torch.int8, torch.float8_e4m3fn]
 
@@ -89,6 +89,66 @@ def test_the_bit_trick_reads_every_finite_e4m3_code_exactly() -> None:
     assert torch.equal(dequantize(codes[None], torch.ones(1, dtype=torch.float16))[0], codes.float())
 
 
+def int4_rows(kind: str) -> Tensor:
+    """Rows whose minima are in the range of fp16, which holds a zero as it is."""
+    return rows(kind).clamp(min=-60000)
+
+
+HEAD_DIMS = {32: 1, 64: 1, 80: 2, 96: 2, 112: 2, 128: 2, 160: 4, 192: 4, 256: 4, 576: 16}
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kind", ["normal", "outlier channel", "constant", "one sign", "tiny", "large"])
+def test_int4_codes_are_within_half_a_step_of_the_input(kind: str, head_dim: int) -> None:
+    """A group boundary in the wrong place, a swapped nibble or a clipped code shows as an error over a group's step."""
+    x = int4_rows(kind)[:, torch.arange(head_dim) % 96]
+    codes, scale = quantize_groups(x)
+    groups = HEAD_DIMS[head_dim]
+    assert codes.shape == (64, head_dim // 2) and scale.shape == (64, groups, 2) and num_groups(head_dim) == groups
+    unpacked = torch.cat((codes % 16, codes // 16), -1).double().unflatten(-1, (groups, -1))
+    step, zero = scale.double().unsqueeze(-2).unbind(-1)
+    error = (unpacked * step + zero - x.double().unflatten(-1, (groups, -1))).abs()
+    # x - zero is rounded to fp32, and so is its quotient with the step
+    assert (error <= step / 2 * (1 + 1e-6) + x.abs().amax() * 2**-24).all()
+    torch.testing.assert_close(dequantize_groups(codes, scale).double(), x.double(), rtol=0, atol=float(step.max()))
+
+
+@pytest.mark.parametrize("kind", ["normal", "outlier channel", "one sign", "large"])
+def test_int4_scale_and_zero_are_the_closest_fp16_that_clip_nothing(kind: str) -> None:
+    """A zero rounded up clips the smallest channel, a scale rounded down the largest one."""
+    _, scale = quantize_groups(int4_rows(kind))
+    x = int4_rows(kind).unflatten(-1, (2, -1))
+    step, zero = (part.contiguous() for part in scale.unbind(-1))
+    low, high = x.double().amin(-1), x.double().amax(-1)
+    above = torch.nextafter(zero, torch.tensor(float("inf"), dtype=torch.float16))
+    assert (zero.double() <= low).all() and (above.double() > low).logical_or(above.isinf()).all()
+    exact = (high - zero.double()) / 15
+    below = torch.nextafter(step, torch.tensor(0.0, dtype=torch.float16))
+    assert (step.double() >= exact * (1 - 1e-7)).all() and (below.double() < exact).all()
+
+
+def test_int4_groups_of_zeros_read_back_as_zeros() -> None:
+    codes, scale = quantize_groups(torch.zeros(3, 96))
+    assert (scale == 0).all() and (codes == 0).all()
+    assert (dequantize_groups(codes, scale) == 0).all()
+
+
+@pytest.mark.parametrize("poison", [float("inf"), -float("inf"), float("nan"), 1e8, -1e5])
+def test_an_int4_row_that_cannot_be_stored_reads_back_as_nan_and_harms_no_other(poison: float) -> None:
+    """In all its groups: half a row of plausible values would hide the poison. -1e5 has no fp16 zero."""
+    x = torch.randn(4, 128)
+    x[2, 7] = poison
+    values = dequantize_groups(*quantize_groups(x))
+    assert values[2].isnan().all()
+    assert values[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("head_dim", [33, 65, 130])
+def test_a_head_dim_that_cannot_be_packed_is_refused_by_name(head_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"head_dim {head_dim}.*a multiple of"):
+        num_groups(head_dim)
+
+
 MIXED = {"q_lens": (1, 1, 1, 37, 3, 20, 1), "seq_lens": (1, 0, 41, 37, 50, 65, 33)}
 SHAPES = {
     "mha": Shape(**MIXED),
@@ -104,6 +164,12 @@ SHAPES = {
     "fp8": Shape(**MIXED, k_format=torch.float8_e4m3fn, group=3),
     "int8 keys, fp8 values": Shape(**MIXED, k_format=torch.int8, v_format=torch.float8_e4m3fn),
     "int8 keys, plain values": Shape(**MIXED, k_format=torch.int8, v_format=torch.float32, window=10),
+    "int4": Shape(**MIXED, k_format=UINT4, group=3),
+    "int4, two groups and a window": Shape(**MIXED, k_format=UINT4, head_dim=128, window=10),
+    "int4, head_dims that 64 does not divide": Shape(**MIXED, k_format=UINT4, head_dim=80, v_head_dim=96, group=2),
+    "int4, four groups": Shape(**MIXED, k_format=UINT4, head_dim=192, v_head_dim=32, sinks=True),
+    "int8 keys, int4 values": Shape(**MIXED, k_format=torch.int8, v_format=UINT4, softcap=5.0),
+    "int4 keys, plain values": Shape(**MIXED, k_format=UINT4, v_format=torch.float32),
     "decodes only": Shape(),
     "prefill only": Shape(q_lens=(5, 40), seq_lens=(5, 64)),
 }
@@ -128,7 +194,7 @@ def test_bf16_queries_are_computed_in_fp32_and_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 20}, {"softcap": 5.0, "sinks": True}], ids=str)
-@pytest.mark.parametrize("format", [torch.float32, torch.int8])
+@pytest.mark.parametrize("format", [torch.float32, torch.int8, UINT4])
 def test_a_prompt_in_chunks_equals_the_prompt_at_once(format: torch.dtype, options: dict) -> None:
     """A chunk must see what the pages hold; chunking a prompt may not change its tokens."""
     whole = with_null_block(make_case(Shape(q_lens=(90,), seq_lens=(90,), k_format=format, group=2, **options)))
