@@ -5,12 +5,13 @@ channels. A tile is 64 rows of 16 int32 words, 4 KiB in one piece, so a warp's 1
 large K is. Inside a word, bits `[bits * j, bits * (j + 1))` of its low and its high half hold two neighbouring
 channels of slice j:
 
-    channel in tile = 32 * j + 2 * word + half
+    channel in tile = 32 * j + 2 * pair + half,   pair = word // 4 + 4 * (word % 4)
 
 One and-or therefore yields two 16-bit floats (magic exponent), already side by side in the register that the matrix
-instruction wants, and slice j is multiplied with 32 contiguous activations. Input channels are stored sorted by group
-(`perm`), so act-order costs a gather of the activations and nothing else. Padding rows and channels hold code 0 and are
-never read into a result.
+instruction wants, and slice j is multiplied with 32 contiguous activations. The order of the words makes the four that
+a lane of `mma` or `wgmma` needs (pairs t, t + 4, t + 8, t + 12 for lane t of a row) one 16-byte load. Input channels
+are stored sorted by group (`perm`), so act-order costs a gather of the activations and nothing else. Padding rows and
+channels hold code 0 and are never read into a result.
 """
 
 from __future__ import annotations
@@ -71,7 +72,12 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     for j in range(16 // bits):
         for half in range(2):
             words |= fields[:, :, :, j, :, half].transpose(1, 2).to(torch.int32) << (bits * j + 16 * half)
-    return words
+    return _words_of_lanes(words)
+
+
+def _words_of_lanes(words: Tensor) -> Tensor:
+    """Word 4 t + i holds pair t + 4 i; the same permutation brings them back."""
+    return words.unflatten(-1, (4, 4)).transpose(-1, -2).flatten(-2)
 
 
 def unpack_codes(packed: Tensor, bits: int, in_features: int, out_features: int) -> Tensor:
@@ -79,7 +85,7 @@ def unpack_codes(packed: Tensor, bits: int, in_features: int, out_features: int)
     rows, columns = packed.shape[:2]
     shape = (rows, TILE_N, columns, 16 // bits, TILE_WORDS, 2)
     fields = torch.empty(shape, dtype=torch.uint8, device=packed.device)
-    words = packed.transpose(1, 2)
+    words = _words_of_lanes(packed).transpose(1, 2)
     for j in range(16 // bits):
         for half in range(2):
             fields[:, :, :, j, :, half] = (words >> (bits * j + 16 * half)) & ((1 << bits) - 1)

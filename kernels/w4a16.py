@@ -20,6 +20,12 @@ from hf_paged.kernels.w4a16_tiles import Tiles
 
 
 @triton.jit
+def in_channel_order(words, ROWS: tl.constexpr):
+    """[ROWS, 16] words as stored -> by channel, in registers (`packed_weight.py` has the order)."""
+    return words.reshape(ROWS, 4, 4).permute(0, 2, 1).reshape(ROWS, 16)
+
+
+@triton.jit
 def _weights(
     words, zero, j: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr
 ):
@@ -132,7 +138,7 @@ def w4a16_kernel(
     accumulator = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     tiles_per_split = tl.cdiv(num_tiles, SPLIT_K)
     for tile in range(pid_k * tiles_per_split, min(num_tiles, (pid_k + 1) * tiles_per_split)):
-        words = tl.load(words_at + tile * 1024)
+        words = in_channel_order(tl.load(words_at + tile * 1024), BLOCK_N)
         partial_sum = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for j in tl.static_range(16 // BITS):
             if (j * 32) % INNER == 0:

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_paged.kernels.packed_weight import PackedWeight, dequantize_reference
+from hf_paged.kernels.w4a16 import in_channel_order
 
 
 @triton.jit(do_not_specialize=["num_tiles", "group_size"])
@@ -32,7 +33,7 @@ def dequantize_kernel(
     n = row * 64 + tl.arange(0, 64)
     in_n = n < N
     at = (row.to(tl.int64) * num_tiles + tile) * 1024
-    words = tl.load(packed + at + tl.arange(0, 64)[:, None] * 16 + tl.arange(0, 16)[None, :])
+    words = in_channel_order(tl.load(packed + at + tl.arange(0, 64)[:, None] * 16 + tl.arange(0, 16)[None, :]), 64)
     for j in tl.static_range(16 // BITS):
         k = tile * (512 // BITS) + j * 32 + tl.arange(0, 32)
         low = (words >> (BITS * j)) & ((1 << BITS) - 1)
