@@ -18,6 +18,7 @@ from hf_paged.kernels.kv_transform import KVTransform
 INT8_MAX = 127.0
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 UINT4_MAX = 15.0
+FP16_MAX = 65504.0
 UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]  # torch's stubs lack it. Names the format, of no tensor
 GROUP_SIZE = 64  # most channels that share a scale and a zero in 4-bit pages
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_paged.kernels.layout import (
     FP8_MAX,
+    FP16_MAX,
     INT8_MAX,
     UINT4_MAX,
     AttentionMetadata,
@@ -79,12 +80,14 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
         codes `[..., head_dim / 2]` uint8, packed as `layout.GroupPages` says, and `[..., groups, 2]` fp16, scale and
         zero, with `value ~ code * scale + zero`. The zero is the group's minimum rounded *down* to fp16, the scale
         (maximum - zero) / 15 rounded *up*, so no code clips and the error is at most scale / 2. A group of zeros has
-        scale and zero 0. A row with inf or NaN, or beyond the range of fp16 below zero or of an fp16 scale, has codes 0
-        and scale and zero NaN: all of it reads back as NaN and is never silent.
+        scale and zero 0. A row with inf or NaN, or beyond the range of fp16, has codes 0 and NaN for every scale and
+        zero: all of it reads back as NaN and is never silent.
     """
-    x = x.float().unflatten(-1, (num_groups(x.shape[-1]), -1))
+    x = x.float()
+    finite = x.abs().amax(-1, keepdim=True) <= FP16_MAX  # not so for NaN
+    x = torch.where(finite, x, 0.0).unflatten(-1, (num_groups(x.shape[-1]), -1))
     low, high = x.amin(-1), x.amax(-1)
-    zero = low.clamp(max=torch.finfo(torch.float16).max).half()
+    zero = low.half()
     bits = zero.view(torch.int16)
     below = torch.where(zero > 0, bits - 1, torch.where(zero == 0, -0x7FFF, bits + 1)).to(torch.int16)
     zero = torch.where(zero.float() > low, below.view(torch.float16), zero) + 0.0  # never -0
@@ -93,11 +96,9 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = exact.half()
     rounded_down = scale.float() < exact
     scale = (scale.view(torch.int16) + rounded_down).to(torch.int16).view(torch.float16)  # next fp16 above, scale >= 0
-    finite = ((scale < float("inf")) & zero.isfinite()).all(-1, keepdim=True)
-    divisor = torch.where(finite & (scale > 0), scale, 1.0).float()
-    codes = torch.where(finite.unsqueeze(-1), x - zero.float().unsqueeze(-1), 0.0) / divisor.unsqueeze(-1)
-    codes = codes.round().flatten(-2).to(torch.uint8)  # half to even
-    first, second = codes.chunk(2, -1)
+    divisor = torch.where(scale > 0, scale, 1.0).float()
+    codes = (x - zero.float().unsqueeze(-1)) / divisor.unsqueeze(-1)
+    first, second = codes.round().flatten(-2).to(torch.uint8).chunk(2, -1)  # half to even
     return first | second << 4, torch.where(finite.unsqueeze(-1), torch.stack((scale, zero), -1), float("nan"))
 
 

@@ -11,8 +11,8 @@ from hf_paged.kernels.layout import LayerKV
 def write_kv(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
     """Store `key` `[T, kv_heads, head_dim]` and `value` `[T, kv_heads, v_head_dim]` at `slot_mapping` `[T]` int64.
 
-    A slot is block * block_size + offset; -1 stores nothing. Scaled pages are quantized row by row, see
-    `reference.quantize_rows`.
+    A slot is block * block_size + offset; -1 stores nothing. Codes are those of
+    `reference.quantize_rows` and `quantize_groups`.
     """
     if key.is_cuda:
         from hf_paged.kernels.write_kernel import write_kv as launch  # Triton exists on Linux only

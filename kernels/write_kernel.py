@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.layout import LayerKV, Pages, PlainPages
+from hf_paged.kernels.layout import UINT4_MAX, GroupPages, LayerKV, Pages, PlainPages
 from hf_paged.kernels.store_tile import store_tile
 
 ROWS = 16
@@ -18,8 +18,8 @@ ROWS = 16
 @triton.jit
 def _store_rows(
     x_ptr,  # [T, kv_heads, HEAD_DIM], any strides
-    pages_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
-    scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16
+    pages_ptr,  # pages and scales as `store_tile` has them
+    scale_ptr,
     slot_ptr,  # [T] int64
     num_rows,
     kv_heads,
@@ -45,19 +45,19 @@ def _store_rows(
     mask = live[:, None] & (d < HEAD_DIM)[None, :]
     x_offset = token.to(tl.int64) * x_stride_t + head * x_stride_h
     x = tl.load(x_ptr + x_offset[:, None] + d[None, :] * x_stride_d, mask=mask, other=0.0)
-    page_offset = block * page_stride + row_in_block * HEAD_DIM
-    scale_offset = block * scale_stride + row_in_block
-    store_tile(x, mask, live, pages_ptr, scale_ptr, page_offset, scale_offset, d, CODE_MAX)
+    store_tile(
+        x, mask, live, pages_ptr, scale_ptr, block, row_in_block, page_stride, scale_stride, d, HEAD_DIM, CODE_MAX
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # it varies: no kernel per value
 def _write_kv(
     key_ptr,  # [T, kv_heads, K_DIM], any strides
     value_ptr,  # [T, kv_heads, V_DIM], any strides
-    k_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, K_DIM]
-    k_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16
-    v_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, V_DIM]
-    v_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16
+    k_ptr,  # pages and scales as `store_tile` has them
+    k_scale_ptr,
+    v_ptr,
+    v_scale_ptr,
     slot_ptr,  # [T] int64
     num_rows,
     kv_heads,
@@ -160,4 +160,4 @@ def page_parts(pages: Pages) -> tuple[Tensor, Tensor, float]:
     """Data, scale (the data again where there is none, never read) and largest code (0: values, not codes)."""
     if isinstance(pages, PlainPages):
         return pages.data, pages.data, 0.0
-    return pages.codes, pages.scale, pages.code_max
+    return pages.codes, pages.scale, UINT4_MAX if isinstance(pages, GroupPages) else pages.code_max

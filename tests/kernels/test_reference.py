@@ -90,8 +90,8 @@ def test_the_bit_trick_reads_every_finite_e4m3_code_exactly() -> None:
 
 
 def int4_rows(kind: str) -> Tensor:
-    """Rows whose minima are in the range of fp16, which holds a zero as it is."""
-    return rows(kind).clamp(min=-60000)
+    """Rows in the range of fp16, which holds a zero as it is."""
+    return rows(kind).clamp(-60000, 60000)
 
 
 HEAD_DIMS = {32: 1, 64: 1, 80: 2, 96: 2, 112: 2, 128: 2, 160: 4, 192: 4, 256: 4, 576: 16}
@@ -135,7 +135,7 @@ def test_int4_groups_of_zeros_read_back_as_zeros() -> None:
 
 @pytest.mark.parametrize("poison", [float("inf"), -float("inf"), float("nan"), 1e8, -1e5])
 def test_an_int4_row_that_cannot_be_stored_reads_back_as_nan_and_harms_no_other(poison: float) -> None:
-    """In all its groups: half a row of plausible values would hide the poison. -1e5 has no fp16 zero."""
+    """In all its groups: half a row of plausible values would hide the poison."""
     x = torch.randn(4, 128)
     x[2, 7] = poison
     values = dequantize_groups(*quantize_groups(x))

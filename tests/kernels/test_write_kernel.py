@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from hf_paged.kernels import reference, write_kernel
-from hf_paged.kernels.layout import LayerKV, Pages, PlainPages
+from hf_paged.kernels.layout import UINT4, LayerKV, Pages, PlainPages
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -22,6 +22,8 @@ def on_device(pages: Pages) -> Pages:
 
 
 def bits(x: Tensor) -> Tensor:
+    if x.dtype == torch.uint8:
+        return x.to(torch.int32).cpu()
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
     return torch.where(x.float().isnan(), -1, x.view(width).to(torch.int32)).cpu()
 
@@ -65,6 +67,30 @@ def test_int8_codes_and_scales_equal_the_definition(dim: int, v_dim: int, dtype:
     check(rows(23, 3, dim, dtype), rows(23, 3, v_dim, dtype), torch.int8, torch.int8, 16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 32), (80, 128), (128, 96), (192, 256)])
+def test_int4_codes_scales_and_zeros_equal_the_definition(dim: int, v_dim: int, dtype: torch.dtype) -> None:
+    """Minima on either side of zero, groups of one value, halves of a byte and rows beyond fp16 have their traps."""
+    check(int4_rows(dim, dtype), int4_rows(v_dim, dtype), UINT4, UINT4, 16)
+
+
+def int4_rows(dim: int, dtype: torch.dtype) -> Tensor:
+    x = rows(24, 3, dim, torch.float32)
+    x[7] = x[7].abs() + 100  # a positive zero, to be rounded down towards 0
+    x[8] = -3.3
+    x[9, 0, 0] = 65519.0  # rounds into the range of fp16, but lies beyond it
+    x[10] = torch.where(torch.arange(dim, device=DEVICE) % 2 == 0, 0.0, -0.0)
+    x[11] = torch.arange(dim, device=DEVICE) % 31 / 2  # steps of one half: ties
+    x[12, 0, : dim // 2] = 0.0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("format", [torch.float32, torch.int8])
+def test_int4_shares_a_launch_with_every_other_format(format: torch.dtype) -> None:
+    check(rows(23, 2, 64, torch.float32), rows(23, 2, 80, torch.float32), format, UINT4, 32)
+    check(rows(23, 2, 80, torch.float32), rows(23, 2, 64, torch.float32), UINT4, format, 32)
+
+
 @pytest.mark.parametrize("format", [torch.float32, torch.float16])
 def test_plain_and_quantized_pages_share_a_launch(format: torch.dtype) -> None:
     check(rows(23, 2, 64, torch.float32), rows(23, 2, 80, torch.float32), format, torch.int8, 32)
@@ -87,7 +113,7 @@ def test_fp8_rows_that_are_exact_in_e4m3_are_stored_exactly() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("k_format", [torch.float8_e4m3fn, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("k_format", [torch.float8_e4m3fn, torch.bfloat16, torch.int8, UINT4])
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 192, 256])
 def test_every_format_and_head_dim_on_the_gpu(dim: int, k_format: torch.dtype, dtype: torch.dtype) -> None:
     if dtype == torch.float16:  # its largest rows are the whole range
