@@ -78,6 +78,20 @@ class StepBucket:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepTensors:
+    """What a step leaves on the device, a row for every token whose logits are wanted."""
+
+    logits: Tensor  # [num_logits, vocab]
+    greedy: Tensor | None  # [num_logits] int64, the likeliest tokens, where the step looked for them
+    rows: Tensor  # [num_logits] int64
+    next_positions: Tensor  # [num_logits] int64
+
+    @classmethod
+    def of(cls, inputs: ModelInputs, logits: Tensor, greedy: Tensor | None = None) -> StepTensors:
+        return cls(logits=logits, greedy=greedy, rows=inputs.logits_rows, next_positions=inputs.next_positions)
+
+
 class CapturedStep:
     """One step of a bucket, replayable.
 
@@ -87,7 +101,7 @@ class CapturedStep:
 
     def __init__(
         self,
-        run: Callable[[ModelInputs], Tensor],
+        run: Callable[[ModelInputs], StepTensors],
         builder: InputBuilder,
         bucket: StepBucket,
         *,
@@ -103,7 +117,7 @@ class CapturedStep:
         decodes = bucket.num_decodes
         parts["cu_seqlens_q"].fill_(decodes)
         parts["cu_seqlens_q"][: decodes + 1].copy_(torch.arange(decodes + 1))
-        parts["logits_index"].copy_(torch.arange(self._packing.shape.num_logits) % self._packing.shape.num_tokens)
+        parts["logits_rows"].fill_(builder.no_row)
         self._inputs = ModelInputs.from_parts(
             parts,
             num_decodes=decodes,
@@ -115,13 +129,13 @@ class CapturedStep:
         run(self._inputs)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
-            self._logits = run(self._inputs)
+            self._tensors = run(self._inputs)
 
-    def replay(self, scheduled: Sequence[ScheduledRequest], index: np.ndarray) -> tuple[ModelInputs, Tensor]:
-        """Run the step on `scheduled`; the logits are valid until the next replay of any graph of the same pool."""
+    def replay(self, scheduled: Sequence[ScheduledRequest], index: np.ndarray) -> StepTensors:
+        """Run the step on `scheduled`; its tensors are valid until the next replay of any graph of the same pool."""
         self._builder.build(scheduled, index, packing=self._packing, buffer=self._buffer)
         self._graph.replay()
-        return self._inputs, self._logits
+        return self._tensors
 
 
 class StepGraphs:
@@ -143,7 +157,9 @@ class StepGraphs:
         self._broken: set[str] = set()
         self.num_captured = 0
 
-    def get(self, scheduled: Sequence[ScheduledRequest], run: Callable[[ModelInputs], Tensor]) -> CapturedStep | None:
+    def get(
+        self, scheduled: Sequence[ScheduledRequest], run: Callable[[ModelInputs], StepTensors]
+    ) -> CapturedStep | None:
         """The captured step for these sequences; None for a step that is too large or a model that cannot be captured.
 
         `run` is the forward to capture. It is not kept: through a cycle with the runner, the pages of a dropped engine
@@ -154,7 +170,7 @@ class StepGraphs:
             return None
         return self._steps.get(bucket) or self._capture(bucket, run)
 
-    def _capture(self, bucket: StepBucket, run: Callable[[ModelInputs], Tensor]) -> CapturedStep | None:
+    def _capture(self, bucket: StepBucket, run: Callable[[ModelInputs], StepTensors]) -> CapturedStep | None:
         try:
             step = CapturedStep(
                 run, self._builder, bucket, block_size=self._config.block_size, device=self._device, pool=self._pool

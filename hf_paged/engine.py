@@ -213,8 +213,9 @@ class Engine:
         sampled = [item.request for item in plan.scheduled if item.samples]
         token_ids, logprobs = _NO_TOKENS, None
         if step is not None and sampled:
-            output = self.sampler(step.sampled_logits, step.rows, step.positions, sampled)
-            self.runner.last_token[step.rows] = output.token_ids
+            output = self.sampler(step.sampled_logits, step.rows, step.positions, sampled, step.greedy)
+            if output.token_ids is not step.greedy:
+                self.runner.last_token[step.rows] = output.token_ids
             token_ids = _to_host(output.token_ids)
             logprobs = output.logprobs.map(_to_host) if output.logprobs is not None else None
         return LaunchedStep(

@@ -50,6 +50,8 @@ class StepPacking:
             "token_rows": ((t,), "int64"),  # row of each token's sequence
             "slot_mapping": ((g, t), "int64"),
             "logits_index": ((shape.num_logits,), "int64"),  # tokens whose logits are wanted
+            "logits_rows": ((shape.num_logits,), "int64"),  # the rows of their sequences
+            "next_positions": ((shape.num_logits,), "int64"),  # of the tokens that follow them
             "cu_seqlens_q": ((s + 1,), "int32"),
             "seq_lens": ((s,), "int32"),
             "block_tables": ((g, s, shape.table_width), "int32"),
@@ -84,6 +86,8 @@ class ModelInputs:
     positions: Tensor  # [num_tokens] int64
     token_rows: Tensor  # [num_tokens] int64
     logits_index: Tensor  # [num_logits] int64
+    logits_rows: Tensor  # [num_logits] int64, `InputBuilder.no_row` for padding
+    next_positions: Tensor  # [num_logits] int64
     metadata: tuple[AttentionMetadata, ...]  # one per KV group
 
     @classmethod
@@ -107,6 +111,8 @@ class ModelInputs:
             positions=parts["positions"],
             token_rows=parts["token_rows"],
             logits_index=parts["logits_index"],
+            logits_rows=parts["logits_rows"],
+            next_positions=parts["next_positions"],
             metadata=metadata,
         )
 
@@ -119,6 +125,7 @@ class InputBuilder:
         self._device = device
         self.table_capacity = math.ceil(max_model_len / config.block_size)
         self.num_groups = num_groups
+        self.no_row = config.max_num_seqs  # stands where there is no sequence
         self._tables = np.zeros((num_groups, config.max_num_seqs, self.table_capacity), dtype=np.int32)
         self._filled = np.zeros((num_groups, config.max_num_seqs), dtype=np.int64)
         self._staging = [_Staging(device) for _ in range(_STAGING_BUFFERS)]
@@ -147,8 +154,8 @@ class InputBuilder:
         *,
         packing: StepPacking | None = None,
         buffer: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Fill a step's parts and copy them to the device.
+    ) -> tuple[StepPacking, Tensor]:
+        """Fill a step's parts and copy them to the device: the packing and the bytes on the device.
 
         Args:
             scheduled: sequences of the step, single-token ones first.
@@ -166,7 +173,7 @@ class InputBuilder:
             buffer = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self._device)
         buffer.copy_(host, non_blocking=True)
         staging.mark_copied()
-        return packing.on_device(buffer)
+        return packing, buffer
 
     def _fill(
         self, packing: StepPacking, buffer: np.ndarray, scheduled: Sequence[ScheduledRequest], logits_index: np.ndarray
@@ -205,10 +212,13 @@ class InputBuilder:
         cu[: padded_decodes + 1] = np.arange(padded_decodes + 1)
         cu[padded_decodes + 1 :] = padded_decodes + total - decodes
         cu[padded_decodes + 1 : padded_decodes + 1 + n - decodes] = padded_decodes + np.cumsum(counts[decodes:])
-        host["logits_index"][len(logits_index) :] = 0
-        host["logits_index"][: len(logits_index)] = np.where(
-            logits_index < decodes, logits_index, logits_index + (padded_decodes - decodes)
-        )
+        wanted = len(logits_index)
+        for name, values, pad_value in (
+            ("logits_index", np.where(logits_index < decodes, 0, padded_decodes - decodes) + logits_index, 0),
+            ("logits_rows", token_rows[logits_index], self.no_row),
+            ("next_positions", positions[logits_index] + 1, 0),
+        ):
+            host[name][:wanted], host[name][wanted:] = values, pad_value
 
     def _update_tables(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Append to the host's tables the blocks that each request got since it last ran."""

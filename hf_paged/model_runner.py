@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_paged.attention import AttentionCall
 from hf_paged.config import EngineConfig
-from hf_paged.cuda_graph import StepGraphs
+from hf_paged.cuda_graph import StepGraphs, StepTensors
 from hf_paged.fused_modules import RotaryCall, RotaryContext
 from hf_paged.kernels.fused_ops import rope_write
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
@@ -62,14 +62,15 @@ class StepContext(RotaryContext):
 class StepLogits:
     """What a forward gives back, all on the device.
 
-    `logits` has a row for every token in `logits_index`; `sampled` are the rows of the requests that get a token now,
-    in the order of the plan (None = all rows, in order).
+    `logits` has a row for every token whose logits are wanted; `sampled` are those of the requests that get a token
+    now, in the order of the plan (None = all rows, in order).
     """
 
     logits: Tensor  # [num_logits, vocab]
     sampled: Tensor | None  # [num_sampled] int64
     rows: Tensor  # [num_sampled] int64, per-sequence row
     positions: Tensor  # [num_sampled] int64, index of the token to sample in its sequence
+    greedy: Tensor | None  # [num_sampled] int64, the likeliest tokens, in `last_token` already; None = not looked for
 
     @property
     def sampled_logits(self) -> Tensor:
@@ -93,7 +94,8 @@ class ModelRunner:
         self.builder = InputBuilder(
             config, num_groups=len(kv_cache.groups), max_model_len=max_model_len, device=self.device
         )
-        self.last_token = torch.zeros(config.max_num_seqs, dtype=torch.long, device=self.device)
+        # the token that each row sampled last; one place more, which padding writes to
+        self.last_token = torch.zeros(config.max_num_seqs + 1, dtype=torch.long, device=self.device)
         wanted = config.cuda_graphs is True or (config.cuda_graphs == "auto" and self.device.type == "cuda")
         self.graphs: StepGraphs | None = None
         if wanted:
@@ -109,27 +111,26 @@ class ModelRunner:
         if not plan.scheduled:
             return None
         wanted = _WantedLogits.of(plan.scheduled)
-        captured = None
-        if self.graphs is not None and not wanted.of_prompts:
-            captured = self.graphs.get(plan.scheduled, self._run)
-        if captured is not None:
-            inputs, logits = captured.replay(plan.scheduled, wanted.index)
-        else:
-            parts = self.builder.build(plan.scheduled, wanted.index)
-            inputs = ModelInputs.from_parts(parts, **_bounds(plan.scheduled))
-            logits = self._run(inputs)
+        tensors = self._step_tensors(plan.scheduled, wanted)
         n = len(wanted.index)
-        index = inputs.logits_index[:n]
+        rows, positions, greedy = tensors.rows[:n], tensors.next_positions[:n], tensors.greedy
+        greedy = None if greedy is None else greedy[:n]
         sampled = None
         if wanted.sampled is not None:
             sampled = torch.from_numpy(wanted.sampled).to(self.device, non_blocking=True)
-            index = index[sampled]
-        return StepLogits(
-            logits=logits[:n],
-            sampled=sampled,
-            rows=inputs.token_rows[index],
-            positions=inputs.positions[index] + 1,
-        )
+            rows, positions = rows[sampled], positions[sampled]
+            greedy = None if greedy is None else greedy[sampled]
+        return StepLogits(logits=tensors.logits[:n], sampled=sampled, rows=rows, positions=positions, greedy=greedy)
+
+    def _step_tensors(self, scheduled: list[ScheduledRequest], wanted: _WantedLogits) -> StepTensors:
+        """Replay the step where it is captured, otherwise launch it kernel by kernel."""
+        if self.graphs is not None and not wanted.of_prompts:
+            captured = self.graphs.get(scheduled, self._run_captured)
+            if captured is not None:
+                return captured.replay(scheduled, wanted.index)
+        packing, buffer = self.builder.build(scheduled, wanted.index)
+        inputs = ModelInputs.from_parts(packing.on_device(buffer), **_bounds(scheduled))
+        return StepTensors.of(inputs, self._run(inputs))
 
     def _run(self, inputs: ModelInputs) -> Tensor:
         """One forward of the model: [num_logits, vocab] logits."""
@@ -137,6 +138,13 @@ class ModelRunner:
         input_ids = torch.where(known, inputs.input_ids, self.last_token[inputs.token_rows])
         context = StepContext(self.kv_cache, inputs.metadata)
         return self.model(input_ids, inputs.positions, context, inputs.logits_index)
+
+    def _run_captured(self, inputs: ModelInputs) -> StepTensors:
+        """A forward and the likeliest tokens: all that a step of greedy requests takes."""
+        logits = self._run(inputs)
+        greedy = logits.argmax(-1)
+        self.last_token[inputs.logits_rows] = greedy
+        return StepTensors.of(inputs, logits, greedy)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,14 @@ class Sampler:
         assert request.row is not None
         self.state.set_row(request.row, request.params, request.prompt_token_ids, request.output_token_ids, seed)
 
-    def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor, requests: Sequence[Request]) -> SamplerOutput:
+    def __call__(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        requests: Sequence[Request],
+        greedy: Tensor | None = None,
+    ) -> SamplerOutput:
         """Sample for these requests.
 
         Args:
@@ -57,16 +64,22 @@ class Sampler:
             rows: `[n]` int64 on the device, the requests' rows.
             positions: `[n]` int64 on the device, the index of the sampled token in its sequence.
             requests: the n requests, for the host to know what work they need.
+            greedy: `[n]` int64, the argmax of `logits` where it is known already.
         """
         self.state.flush()
-        return self.sample(logits, rows, positions, self.state.needs(r.row for r in requests if r.row is not None))
+        needs = self.state.needs(r.row for r in requests if r.row is not None)
+        return self.sample(logits, rows, positions, needs, greedy)
 
     @torch.no_grad()
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds) -> SamplerOutput:
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds, greedy: Tensor | None = None
+    ) -> SamplerOutput:
         """The device's part: only launches, so it may be captured in a graph that serves batches with equal `needs`."""
         processed = self._process(logits, rows, positions, needs) if needs.edits or needs.penalties else logits
         if needs.random:
             token_ids = _sample(processed, self.state.sampling, rows, positions)
+        elif greedy is not None and processed is logits:
+            token_ids = greedy
         else:
             token_ids = processed.argmax(-1)
         if needs.penalties:

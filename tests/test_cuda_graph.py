@@ -50,6 +50,8 @@ def test_a_step_that_keeps_the_device_busy_by_itself_is_not_captured(lengths: li
 def test_padding_changes_no_logits_and_writes_nowhere(make: type[PreTrainedModel]) -> None:
     """Two decodes and two prompts beside six decodes, fourteen sequences and many tokens that are only padding."""
     engine = llm(make(), num_blocks=40, max_num_seqs=8, max_model_len=64).engine
+    for slot in engine.kv_cache._slots:
+        slot.zero_()  # what nobody writes must compare
     for i, length in enumerate((9, 20)):
         engine.add_request(str(i), range(1, length + 1), SamplingParams(max_tokens=9, temperature=0.0))
     engine.step()
@@ -70,13 +72,16 @@ def test_padding_changes_no_logits_and_writes_nowhere(make: type[PreTrainedModel
         packing = bucket.packing(engine.config.block_size, runner.builder.num_groups)
         buffer = torch.full((packing.num_bytes,), 77, dtype=torch.uint8)
         index = torch.tensor([0, 1, 8, 21]).numpy()
-        parts = runner.builder.build(plan.scheduled, index, packing=packing, buffer=buffer)
-        inputs = ModelInputs.from_parts(parts, num_decodes=8, max_seqlen_q=32, max_seq_len=64)
-        got = runner._run(inputs)[:4]
+        packing, buffer = runner.builder.build(plan.scheduled, index, packing=packing, buffer=buffer)
+        inputs = ModelInputs.from_parts(packing.on_device(buffer), num_decodes=8, max_seqlen_q=32, max_seq_len=64)
+        tensors = runner._run_captured(inputs)
+    got = tensors.logits[:4]
     assert torch.equal(got.argmax(-1), expected.logits.argmax(-1))
     torch.testing.assert_close(got, expected.logits, rtol=1e-5, atol=1e-5)
-    index_on_device = inputs.logits_index[:4]
-    assert inputs.token_rows[index_on_device].tolist() == [item.request.row for item in plan.scheduled]
-    assert (inputs.positions[index_on_device] + 1).tolist() == expected.positions.tolist()
+    rows = [item.request.row for item in plan.scheduled]
+    assert tensors.rows.tolist() == rows + [runner.builder.no_row] * 20
+    assert tensors.next_positions[:4].tolist() == expected.positions.tolist()
+    assert tensors.greedy is not None
+    assert runner.last_token[rows].tolist() == tensors.greedy[:4].tolist() == got.argmax(-1).tolist()
     for slot, written in zip(engine.kv_cache._slots, after, strict=True):
         assert torch.allclose(slot.view(torch.float32), written.view(torch.float32), rtol=1e-5, atol=1e-5)
