@@ -1,14 +1,14 @@
-"""How far reading tokens back from quantized pages moves a model: top-1 agreement, log-probabilities, teacher-forced.
+"""How far reading quantized pages moves a model's predictions from those over 16-bit pages, token by token.
 
-A text is cut into windows. The dense model scores each window in one forward; the engine scores it through its pages
-(prompt log-probabilities: chunks are written, quantized, and attention reads the codes back), once per KV format. Every
-token but the first of a window is scored. "auto" shows what paging and summation order alone do.
+Each window of a text goes through one engine per format, all with the same chunks; the logits of one chunk exist for
+all formats at once, and are reduced to a few numbers per token before the next chunk. Teacher-forced: every format
+reads the text's own tokens, so a difference at one token does not become a different text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,81 +16,163 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_paged.llm import LLM
-from hf_paged.sampling_params import SamplingParams
+from hf_paged.eval.scoring import ScoringEngine, default_chunk
+from hf_paged.eval.texts import Window, check_windows, context_of, windows_of
+from hf_paged.logprobs import CHUNK_ELEMENTS
 
-_SCORE = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True, detokenize=False)
+REFERENCE = "auto"  # pages in the model's own dtype: what is left is the format alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDivergence:
+    """One scored token. Log-probabilities are natural, of the text's own token."""
+
+    position: int  # in the text
+    token_id: int
+    kl: float
+    logprob: float
+    reference_logprob: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """One KV format against the dense model. Log-probabilities are natural."""
+    """One KV format against 16-bit pages. KL is that of the format's distribution from the reference's, in nats."""
 
     kv_cache_dtype: str
     bytes_per_token: float
     num_tokens: int
-    top1_agreement: float  # share of positions with the dense model's likeliest token
+    top1_agreement: float  # share of tokens with the same likeliest token
+    mean_kl: float
+    p99_kl: float
+    max_kl: float
     mean_abs_delta: float  # of the log-probability of the text's own token
     perplexity: float
-    dense_perplexity: float
+    reference_perplexity: float
+    worst: tuple[TokenDivergence, ...]  # by KL, the worst first
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def windows_of(token_ids: Sequence[int], window: int, limit: int) -> list[list[int]]:
-    """Full windows of `window` tokens from the start of a text, at most `limit` of them.
+@dataclass(frozen=True, kw_only=True)
+class _TokenFigures:
+    """What is kept of the tokens of a chunk, or of all of them; every tensor `[n]`, on the device."""
 
-    Raises:
-        ValueError: the text is shorter than one window, or a window holds nothing to score.
-    """
-    if window < 2:
-        raise ValueError(f"window={window} is not allowed; a window needs 2 tokens or more")
-    windows = [list(token_ids[i : i + window]) for i in range(0, len(token_ids) - window + 1, window)][:limit]
-    if not windows:
-        raise ValueError(f"the text has {len(token_ids)} tokens, fewer than one window of {window}: lower the window")
-    return windows
+    same_top1: Tensor  # bool
+    kl: Tensor  # fp32
+    logprob: Tensor  # fp32
+    reference: Tensor  # fp32
+
+    @staticmethod
+    def joined(parts: Sequence[_TokenFigures]) -> _TokenFigures:
+        names = vars(parts[0])
+        return _TokenFigures(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 def measure_divergence(
-    model: PreTrainedModel, windows: Sequence[Sequence[int]], kv_cache_dtypes: Sequence[str], **engine_options: Any
-) -> Iterator[Divergence]:
-    """Score `windows` with the dense model and through the pages of each KV format; yields as formats finish."""
-    dense = [_dense_scores(model, window) for window in windows]
-    top1 = torch.cat([top for top, _ in dense])
-    logprobs = torch.cat([value for _, value in dense])
-    for kv_cache_dtype in kv_cache_dtypes:
-        llm = LLM(model, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False, **engine_options)
-        scores = [_paged_scores(llm, window) for window in windows]
-        paged_top1 = torch.cat([top for top, _ in scores])
-        paged = torch.cat([value for _, value in scores])
-        yield Divergence(
-            kv_cache_dtype=kv_cache_dtype,
-            bytes_per_token=llm.engine.kv_cache.bytes_per_token,
-            num_tokens=len(paged),
-            top1_agreement=float((paged_top1 == top1).double().mean()),
-            mean_abs_delta=float((paged - logprobs).abs().mean()),
-            perplexity=math.exp(-float(paged.mean())),
-            dense_perplexity=math.exp(-float(logprobs.mean())),
+    model: PreTrainedModel,
+    token_ids: Sequence[int],
+    kv_cache_dtypes: Sequence[str],
+    *,
+    window: int = 1024,
+    stride: int | None = None,
+    limit: int | None = None,
+    num_worst: int = 5,
+    chunk: int | None = None,
+    progress: Callable[[int], object] | None = None,
+    **engine_options: Any,
+) -> list[Divergence]:
+    """Compare formats with 16-bit pages over the windows of a text.
+
+    Args:
+        token_ids: the whole text.
+        window: tokens per window; `stride`, `limit`: see `texts.windows_of`.
+        num_worst: tokens to name per format.
+        chunk: tokens computed per step; None = the fewer, the more formats there are.
+        progress: told the number of tokens whenever some were scored in all formats.
+        engine_options: fields of `EngineConfig`, for all formats and the reference.
+
+    Raises:
+        ValueError: a window that the text or the model's context does not hold, or an option that is not allowed.
+    """
+    check_windows(window, stride, limit, context_of(model.config))
+    windows = windows_of(token_ids, window, stride, limit)
+
+    names = [REFERENCE, *kv_cache_dtypes]
+    chunk = chunk or default_chunk(model, len(names))
+    engines = [
+        ScoringEngine(model, max_tokens=window - 1, chunk=chunk, kv_cache_dtype=name, **engine_options)
+        for name in names
+    ]
+    figures = _token_figures(engines, windows, progress)
+    start_of = [i * (stride or window) for i in range(len(windows))]
+    positions = [start + i for start, w in zip(start_of, windows) for i in range(w.num_context, len(w.token_ids))]
+    tokens = [token_ids[position] for position in positions]
+    return [
+        _summary(engine, parts, positions, tokens, num_worst)
+        for engine, parts in zip(engines[1:], figures, strict=True)
+    ]
+
+
+def _token_figures(
+    engines: Sequence[ScoringEngine], windows: Sequence[Window], progress: Callable[[int], object] | None
+) -> list[_TokenFigures]:
+    """Of every scored token, in order, for all engines but the first, which is the reference."""
+    found: list[list[list[_TokenFigures]]] = [[[] for _ in windows] for _ in engines[1:]]
+    streams = [engine.score([w.token_ids[:-1] for w in windows]) for engine in engines]
+    for (i, start, reference), *others in zip(*streams, strict=True):
+        w = windows[i]
+        skip = max(0, w.num_context - 1 - start)  # rows that only read context
+        following = torch.tensor(w.token_ids[start + 1 : start + 1 + len(reference)], device=reference.device)
+        for parts, (j, other_start, logits) in zip(found, others, strict=True):
+            assert (i, start) == (j, other_start), "engines of one config schedule alike"
+            parts[i].append(_compare(reference[skip:], logits[skip:], following[skip:]))
+        if progress is not None:
+            progress(max(0, len(reference) - skip))
+    return [_TokenFigures.joined([part for parts in by_window for part in parts]) for by_window in found]
+
+
+def _compare(reference: Tensor, logits: Tensor, token_ids: Tensor) -> _TokenFigures:
+    """Two sets of logits `[n, vocab]` over the same tokens; never more than 3 x 64 MB of them are held in fp32."""
+    rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    parts = []
+    for theirs, mine, ids in zip(reference.split(rows), logits.split(rows), token_ids.unsqueeze(-1).split(rows)):
+        p, q = (x.float().log_softmax(-1) for x in (theirs, mine))
+        parts.append(
+            _TokenFigures(
+                same_top1=p.argmax(-1) == q.argmax(-1),
+                kl=(p.exp() * (p - q)).sum(-1),
+                logprob=q.gather(-1, ids).squeeze(-1),
+                reference=p.gather(-1, ids).squeeze(-1),
+            )
         )
+    return _TokenFigures.joined(parts)
 
 
-@torch.inference_mode()
-def _dense_scores(model: PreTrainedModel, window: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Likeliest next token and log-probability of the window's own, after each token but the last."""
-    ids = torch.tensor([window], device=model.device)
-    logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), dim=-1)
-    return logprobs.argmax(-1).cpu(), logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1).double().cpu()
-
-
-def _paged_scores(llm: LLM, window: Sequence[int]) -> tuple[Tensor, Tensor]:
-    (output,) = llm.generate([list(window)], _SCORE, use_tqdm=False)
-    if output.error is not None or output.prompt_logprobs is None:
-        raise RuntimeError(f"a window could not be scored: {output.error}")
-    top1, logprobs = [], []
-    for token, entry in zip(window[1:], output.prompt_logprobs[1:], strict=True):
-        assert entry is not None
-        best = max(entry, key=lambda t: entry[t].logprob)
-        top1.append(best)
-        logprobs.append(entry[token].logprob)
-    return torch.tensor(top1), torch.tensor(logprobs, dtype=torch.float64)
+def _summary(
+    engine: ScoringEngine, figures: _TokenFigures, positions: Sequence[int], tokens: Sequence[int], num_worst: int
+) -> Divergence:
+    kl, logprob, reference = (x.double().cpu() for x in (figures.kl, figures.logprob, figures.reference))
+    worst = kl.topk(min(num_worst, len(kl))).indices.tolist()
+    return Divergence(
+        kv_cache_dtype=engine.config.kv_cache_dtype,
+        bytes_per_token=engine.kv_cache.bytes_per_token,
+        num_tokens=len(kl),
+        top1_agreement=float(figures.same_top1.double().mean()),
+        mean_kl=float(kl.mean()),
+        p99_kl=float(kl.sort().values[math.ceil(0.99 * len(kl)) - 1]),
+        max_kl=float(kl.max()),
+        mean_abs_delta=float((logprob - reference).abs().mean()),
+        perplexity=math.exp(-float(logprob.mean())),
+        reference_perplexity=math.exp(-float(reference.mean())),
+        worst=tuple(
+            TokenDivergence(
+                position=positions[i],
+                token_id=tokens[i],
+                kl=float(kl[i]),
+                logprob=float(logprob[i]),
+                reference_logprob=float(reference[i]),
+            )
+            for i in worst
+        ),
+    )

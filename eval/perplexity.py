@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_paged.config import refuse
 from hf_paged.eval.scoring import ScoringEngine, target_logprobs
-from hf_paged.eval.texts import Window, windows_of
+from hf_paged.eval.texts import Window, check_windows, context_of, windows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ def measure_perplexity(
     Raises:
         ValueError: a window that the text or the model's context does not hold, or an option that is not allowed.
     """
-    check_window(model.config, window)
+    check_windows(window, stride, limit, context_of(model.config))
     windows = windows_of(token_ids, window, stride, limit)
     engine = ScoringEngine(model, max_tokens=window - 1, chunk=chunk, kv_cache_dtype=kv_cache_dtype, **engine_options)
     logprobs = window_logprobs(engine, windows, progress)
@@ -99,13 +98,6 @@ def measure_perplexity(
     )
 
 
-def check_window(config: Any, window: int) -> None:
-    """Refuse a window that a model's context does not hold."""
-    context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if window < 2 or (context is not None and window > context):
-        refuse("window", window, f"2..{context}, the context of this model" if context else "2 tokens or more")
-
-
 def window_logprobs(
     engine: ScoringEngine, windows: Sequence[Window], progress: Callable[[int], object] | None = None
 ) -> Tensor:
@@ -113,13 +105,11 @@ def window_logprobs(
     targets = [torch.tensor(w.token_ids[1:]).to(engine.device) for w in windows]
     found = [torch.zeros(len(t), device=engine.device) for t in targets]
 
-    def read(i: int, start: int, logits: Tensor) -> None:
+    for i, start, logits in engine.score([w.token_ids[:-1] for w in windows]):
         end = start + len(logits)
         found[i][start:end] = target_logprobs(logits, targets[i][start:end])
         if progress is not None:
             progress(max(0, end - max(start, windows[i].num_context - 1)))
-
-    engine.score([w.token_ids[:-1] for w in windows], read)
     return torch.cat([x[w.num_context - 1 :] for x, w in zip(found, windows, strict=True)]).double().cpu()
 
 

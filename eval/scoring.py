@@ -2,13 +2,13 @@
 
 A sequence is an ordinary request of an ordinary engine: its chunks are written to blocks in the format of the cache,
 and attention reads the codes back. There is no other way to a logit here, so a figure made from these logits is a
-figure of the cache. Only a chunk's logits are alive at any time; who reads them keeps what it needs.
+figure of the cache. Only one step's logits are alive at any time; the caller keeps what it needs of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,20 +22,17 @@ from hf_paged.model_runner import StepLogits, prompt_logits
 from hf_paged.request import SchedulerOutput
 from hf_paged.sampling_params import SamplingParams
 
-LogitsReader = Callable[[int, int, Tensor], None]
-"""Takes (sequence, start, logits `[n, vocab]`): row i holds the logits after token `start + i` of the sequence."""
-
 _LOGIT_ELEMENTS = 1 << 26  # logits of one step: 256 MB in fp32
 _PROMPT_ONLY = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
 
 
 class ScoringEngine(Engine):
-    """An engine whose prompts' logits go to a reader.
+    """An engine that hands out the logits of its prompts.
 
     Args:
         model: any supported causal language model.
         max_tokens: the longest sequence that will be scored, in tokens.
-        chunk: tokens computed per step; None = as many as keep the logits of a step within 256 MB, at most 8192.
+        chunk: tokens computed per step; None = `default_chunk`.
         engine_options: other fields of `EngineConfig`, e.g. `kv_cache_dtype`.
 
     Raises:
@@ -45,9 +42,7 @@ class ScoringEngine(Engine):
     def __init__(
         self, model: PreTrainedModel, *, max_tokens: int, chunk: int | None = None, **engine_options: Any
     ) -> None:
-        if chunk is None:
-            vocab = model.config.get_text_config(decoder=True).vocab_size
-            chunk = min(max(_LOGIT_ELEMENTS // vocab, 128), EngineConfig.max_num_batched_tokens)
+        chunk = chunk or default_chunk(model)
         rows = max(1, chunk // max_tokens)
         config = EngineConfig.parse(
             {
@@ -60,34 +55,44 @@ class ScoringEngine(Engine):
         )
         blocks = math.ceil(max_tokens / config.block_size)
         super().__init__(model, config, pool_tokens=rows * blocks * config.block_size)
-        self._reader: LogitsReader | None = None
+        self._logits: list[tuple[int, int, Tensor]] = []
 
-    def score(self, sequences: Sequence[Sequence[int]], read: LogitsReader) -> None:
-        """Run every sequence once; `read` gets the logits of all its tokens, chunk by chunk and in order.
+    def score(self, sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, Tensor]]:
+        """Run every sequence once, in chunks and as many at a time as there are rows.
+
+        Yields:
+            (i, start, logits `[n, vocab]`): row j holds the logits after token `start + j` of sequence i. The chunks of
+            a sequence come in order, and two engines that differ in the format of their pages yield the same chunks.
 
         Raises:
             RuntimeError: a sequence could not be scored, with the engine's reason.
         """
-        self._reader = read
         names = [str(i) for i in range(len(sequences))]
         try:
             for name, sequence in zip(names, sequences, strict=True):
                 self.add_request(name, sequence, _PROMPT_ONLY)
             while self.has_work:
-                for output in self.step():
+                outputs = self.step()
+                while self._logits:
+                    yield self._logits.pop(0)
+                for output in outputs:
                     if output.error is not None:
                         raise RuntimeError(f"sequence {output.request_id} could not be scored: {output.error}")
         finally:
-            self._reader = None
+            self._logits.clear()
             for name in names:  # an interrupt leaves nothing running
                 self.abort(name)
 
     def _prompt_logprobs(self, plan: SchedulerOutput, step: StepLogits | None) -> list[PromptLogprobs]:
-        assert self._reader is not None
         for item, logits in prompt_logits(plan, step):
-            name = item.request.request_id.partition("/")[0]
-            self._reader(int(name), item.start, logits)
+            self._logits.append((int(item.request.request_id.partition("/")[0]), item.start, logits))
         return []
+
+
+def default_chunk(model: PreTrainedModel, num_engines: int = 1) -> int:
+    """Tokens per step whose logits in fp32 stay within 256 MB in all engines together, in 64..8192."""
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    return min(max(_LOGIT_ELEMENTS // (vocab * num_engines), 64), EngineConfig.max_num_batched_tokens)
 
 
 def target_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:

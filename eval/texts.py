@@ -32,16 +32,20 @@ def dataset_text(name: str, split: str = "test") -> str:
         name: `wikitext2`, or anything that `datasets.load_dataset` takes, with ":CONFIG" after it where there are more.
 
     Raises:
-        ValueError: `datasets` is not installed, or the data set has no column `text`.
-        OSError, ValueError: whatever `datasets` says of a name that it does not know.
+        ValueError: `datasets` is not installed or cannot read the data set, or there is no column `text`.
+        OSError: there is no such data set, or no way to it.
     """
     try:
         from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise ValueError('a data set by name needs the package datasets: pip install "hf_paged[eval]"') from error
     path, _, config = name.partition(":")
     path, default = DATASETS.get(path, (path, None))
-    rows = load_dataset(path, config or default, split=split)
+    try:
+        rows = load_dataset(path, config or default, split=split)
+    except DatasetsError as error:
+        raise ValueError(f"data set {name!r} could not be read: {error}") from error
     if "text" not in rows.column_names:
         raise ValueError(f"data set {name!r} has no column 'text'; it has {', '.join(rows.column_names)}")
     return "\n\n".join(rows["text"])
@@ -76,13 +80,8 @@ def windows_of(
     Raises:
         ValueError: the text is shorter than one window, or a window or stride that scores nothing.
     """
-    stride = window if stride is None else stride
-    if window < 2:
-        refuse("window", window, "2 tokens or more")
-    if not 1 <= stride <= window:
-        refuse("stride", stride, f"1..{window}, the window")
-    if limit is not None and limit < 1:
-        refuse("limit", limit, "1 window or more")
+    check_windows(window, stride, limit)
+    stride = stride or window
     if len(token_ids) < window:
         raise ValueError(f"the text has {len(token_ids)} tokens, fewer than one window of {window}: lower the window")
     starts = range(0, len(token_ids) - window + 1, stride)[:limit]
@@ -93,3 +92,19 @@ def windows_of(
         )
         for start in starts
     ]
+
+
+def check_windows(window: int, stride: int | None, limit: int | None, context: int | None = None) -> None:
+    """Refuse, without a text, what `windows_of` would refuse, and a window longer than a model's context."""
+    if window < 2 or (context is not None and window > context):
+        refuse("window", window, "2 tokens or more" if context is None else f"2..{context}, the context of the model")
+    if stride is not None and not 1 <= stride <= window:
+        refuse("stride", stride, f"1..{window}, the window")
+    if limit is not None and limit < 1:
+        refuse("limit", limit, "1 window or more")
+
+
+def context_of(config: Any) -> int | None:
+    """The tokens that a model was made for, by its config; None = it does not say."""
+    context: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return context

@@ -1,17 +1,21 @@
-"""`hf-paged eval divergence`: what a KV format costs a model, measured through the pages that serve."""
+"""`hf-paged eval perplexity | divergence`: what KV formats cost a model, measured through the pages that serve."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
+from hf_paged import cli_eval_support as support
 from hf_paged import cli_support as cli
-from hf_paged.config import EngineConfig, parse_kv_cache_dtype
+from hf_paged.config import EngineConfig
+
+if TYPE_CHECKING:
+    from hf_paged.eval.divergence import Divergence
+    from hf_paged.eval.perplexity import PerplexityResult
 
 evaluate = typer.Typer(
     name="eval", help="Measure quality through the stored pages.", no_args_is_help=True, rich_markup_mode=None
@@ -25,52 +29,183 @@ def group() -> None:
 
 @evaluate.command()
 @cli.plain_errors
+def perplexity(
+    models: support.Models,
+    text: support.TextFile = None,
+    dataset: support.DatasetName = None,
+    kv_cache_dtype: support.KVFormats = None,
+    window: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per window; default: 2048, or the context of a shorter model.")
+    ] = None,
+    stride: support.Stride = None,
+    max_windows: support.MaxWindows = None,
+    chunk: support.Chunk = None,
+    block_size: cli.BlockSize = EngineConfig.block_size,
+    dtype: cli.WeightDType = cli.DType.auto,
+    device: cli.Device = None,
+    as_json: cli.JSONOutput = False,
+    plot: support.PlotFile = None,
+) -> None:
+    """Perplexity of a text for several KV formats and models, and the change that each format makes.
+
+    The text is one stretch of tokens, cut into windows; without a stride they do not overlap. Every window is read
+    through the engine's pages: what a format loses is in the figure. A change is relative to "auto", or to the first
+    format if that is not listed, with the standard error of the paired differences.
+    """
+    options = cli.engine_options({"block_size": block_size})
+    formats = support.formats_of(kv_cache_dtype, default="auto,fp8,int8")
+    support.check_source(text, dataset)
+    support.check_plot(plot)
+    from hf_paged.eval.perplexity import measure_perplexity
+    from hf_paged.eval.texts import check_windows, context_of, token_ids_of, windows_of
+
+    windows: dict[str, int] = {}
+    models = list(dict.fromkeys(models))
+    for model in models:
+        context = context_of(support.config_of(model))
+        windows[model] = window or min(2048, context or 2048)
+        check_windows(windows[model], stride, max_windows, context)
+    content = support.text_of(text, dataset)
+    results: dict[str, list[PerplexityResult]] = {}
+    for model in models:
+        loaded, tokenizer = support.load(model, dtype, device)
+        ids = token_ids_of(tokenizer, content)
+        total = sum(w.num_scored for w in windows_of(ids, windows[model], stride, max_windows))
+        for name in formats:
+            with support.progress_bar(f"{model} {name}", total) as progress:
+                result = measure_perplexity(
+                    loaded, ids, window=windows[model], stride=stride, limit=max_windows, kv_cache_dtype=name,
+                    chunk=chunk, progress=progress, **options,
+                )  # fmt: skip
+            results.setdefault(model, []).append(result)
+        del loaded  # before the next one is loaded
+    if plot is not None:
+        from hf_paged.eval.plots import plot_perplexity
+
+        plot_perplexity({model: [(r, *_change(r, rows)) for r in rows] for model, rows in results.items()}, plot)
+    source = str(text) if text is not None else str(dataset)
+    if as_json:
+        print(json.dumps({"text": source, "results": _perplexity_rows(results)}))
+    else:
+        _print_perplexity(source, results)
+
+
+def _change(result: PerplexityResult, rows: list[PerplexityResult]) -> tuple[float, float]:
+    return result.change_from(_base(rows))
+
+
+def _base(rows: list[PerplexityResult]) -> PerplexityResult:
+    return next((row for row in rows if row.kv_cache_dtype == "auto"), rows[0])
+
+
+def _perplexity_rows(results: dict[str, list[PerplexityResult]]) -> list[dict[str, Any]]:
+    found = []
+    for model, rows in results.items():
+        for row in rows:
+            change, stderr = _change(row, rows)
+            found.append({"model": model, **row.as_dict(), "change": change, "change_stderr": stderr})
+    return found
+
+
+def _print_perplexity(source: str, results: dict[str, list[PerplexityResult]]) -> None:
+    for model, rows in results.items():
+        windows = f"{rows[0].num_windows:,} windows of {rows[0].window:,}, stride {rows[0].stride:,}"
+        table = Table(
+            title=f"{model} on {source}: {rows[0].num_tokens:,} tokens scored, {windows}", title_justify="left"
+        )
+        for column in ("KV", "bytes/token", "perplexity", "change"):
+            table.add_column(column, justify="left" if column == "KV" else "right", no_wrap=True)
+        for row in rows:
+            change, stderr = _change(row, rows)
+            table.add_row(
+                row.kv_cache_dtype,
+                f"{row.bytes_per_token:,.0f}",
+                f"{row.perplexity:.4f} ± {row.stderr:.4f}",
+                "" if row is _base(rows) else f"{change:+.3%} ± {stderr:.3%}",
+            )
+        cli.OUT.print(table, highlight=False)
+
+
+@evaluate.command()
+@cli.plain_errors
 def divergence(
     model: cli.Model,
-    text: Annotated[Path, typer.Option(help="A UTF-8 text file to score.", exists=True, dir_okay=False)],
-    kv_cache_dtype: Annotated[
-        list[str] | None, typer.Option(help="A format to compare; may be repeated.  [default: auto, fp8, int8]")
-    ] = None,
-    window: Annotated[int, typer.Option(min=2, help="Tokens per window; windows do not overlap.")] = 1024,
-    max_windows: Annotated[int, typer.Option(min=1, help="Windows to score, from the start of the text.")] = 8,
+    text: support.TextFile = None,
+    dataset: support.DatasetName = None,
+    kv_cache_dtype: support.KVFormats = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 1024,
+    stride: support.Stride = None,
+    max_windows: support.MaxWindows = None,
+    worst: Annotated[int, typer.Option(min=0, help="Tokens to show per format, those of the largest KL.")] = 5,
+    chunk: support.Chunk = None,
     block_size: cli.BlockSize = EngineConfig.block_size,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
     as_json: cli.JSONOutput = False,
 ) -> None:
-    """Top-1 agreement with the dense model and the change of log-probabilities, teacher-forced over a text.
+    """KL divergence, top-1 agreement and the worst tokens of KV formats against 16-bit pages, teacher-forced."""
+    options = cli.engine_options({"block_size": block_size})
+    formats = support.formats_of(kv_cache_dtype, default="fp8,int8")
+    support.check_source(text, dataset)
+    from hf_paged.eval.divergence import measure_divergence
+    from hf_paged.eval.texts import check_windows, context_of, token_ids_of, windows_of
 
-    The row "auto" is the rounding of the weights' dtype alone: 0 in fp32, not in 16 bits.
-    """
-    formats = kv_cache_dtype or ["auto", "fp8", "int8"]
-    for name in formats:
-        cli.checked(lambda name=name: parse_kv_cache_dtype(name), {})
-    from transformers import AutoTokenizer
-
-    from hf_paged.eval.bench_models import load_bench_model
-    from hf_paged.eval.divergence import measure_divergence, windows_of
-
-    cli.quiet_unless_terminal()
-    loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=cli.usable(device))
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    windows = windows_of(tokenizer(text.read_text(encoding="utf-8"), verbose=False).input_ids, window, max_windows)
-    scored = measure_divergence(loaded, windows, formats, block_size=block_size, max_model_len=window + 1)
-    results = list(track(scored, total=len(formats), description="scoring", console=cli.ERR))
+    check_windows(window, stride, max_windows, context_of(support.config_of(model)))
+    content = support.text_of(text, dataset)
+    loaded, tokenizer = support.load(model, dtype, device)
+    ids = token_ids_of(tokenizer, content)
+    total = sum(w.num_scored for w in windows_of(ids, window, stride, max_windows))
+    with support.progress_bar(model, total) as progress:
+        results = measure_divergence(
+            loaded, ids, formats, window=window, stride=stride, limit=max_windows, num_worst=worst, chunk=chunk,
+            progress=progress, **options,
+        )  # fmt: skip
+    source = str(text) if text is not None else str(dataset)
     if as_json:
-        for result in results:
-            typer.echo(json.dumps(result.as_dict()))
+        rows = [result.as_dict() for result in results]
+        print(
+            json.dumps({"model": model, "text": source, "window": window, "stride": stride or window, "results": rows})
+        )
         return
-    table = Table(title=f"{model} on {text.name}: {len(windows)} windows of {window} tokens")
-    for column in ("KV", "bytes/token", "tokens", "top-1", "|d logprob|", "perplexity", "dense ppl"):
-        table.add_column(column, justify="left" if column == "KV" else "right")
+    scored = f"{results[0].num_tokens:,} tokens scored in windows of {window:,}, stride {stride or window:,}"
+    reference = f"perplexity over 16-bit pages {results[0].reference_perplexity:.4f}"
+    _print_divergence(f"{model} on {source}: {scored}; {reference}", results)
+    _print_worst(results, ids, tokenizer)
+
+
+def _print_divergence(title: str, results: list[Divergence]) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in ("KV", "bytes/token", "top-1", "mean KL", "99% KL", "max KL", "|d logprob|", "perplexity"):
+        table.add_column(column, justify="left" if column == "KV" else "right", no_wrap=True)
     for r in results:
         table.add_row(
             r.kv_cache_dtype,
             f"{r.bytes_per_token:,.0f}",
-            f"{r.num_tokens:,}",
             f"{r.top1_agreement:.2%}",
-            f"{r.mean_abs_delta:.5f}",
+            f"{r.mean_kl:.2e}",
+            f"{r.p99_kl:.2e}",
+            f"{r.max_kl:.2e}",
+            f"{r.mean_abs_delta:.4f}",
             f"{r.perplexity:.4f}",
-            f"{r.dense_perplexity:.4f}",
         )
-    cli.OUT.print(table)
+    cli.OUT.print(table, highlight=False)
+
+
+def _print_worst(results: list[Divergence], ids: list[int], tokenizer: Any) -> None:
+    table = Table(title="worst tokens, by KL", title_justify="left")
+    for column in ("KV", "position", "after", "token", "KL", "logprob", "16-bit"):
+        table.add_column(column, justify="left" if column in ("KV", "after", "token") else "right")
+    for r in results:
+        for token in r.worst:
+            before = tokenizer.decode(ids[max(0, token.position - 8) : token.position])
+            table.add_row(
+                r.kv_cache_dtype,
+                f"{token.position:,}",
+                Text(repr(before)[-32:]),  # brackets in a text are no markup
+                Text(repr(tokenizer.decode([token.token_id]))),
+                f"{token.kl:.3f}",
+                f"{token.logprob:.3f}",
+                f"{token.reference_logprob:.3f}",
+            )
+    if table.row_count:
+        cli.OUT.print(table, highlight=False)

@@ -1,27 +1,77 @@
-"""Quality is measured through the pages: a path that scored with unquantized keys would show no difference at all."""
+"""Divergence compares two readings of one text: figures of other tokens, or of a path around the pages, would lie."""
+
+import math
 
 import pytest
+import torch
 from model_zoo import prompts, tiny_model
+from transformers import PreTrainedModel
 
-from hf_paged.eval.divergence import measure_divergence, windows_of
+from hf_paged.eval import divergence
+from hf_paged.eval.divergence import measure_divergence
+from hf_paged.eval.perplexity import measure_perplexity
+from hf_paged.eval.scoring import ScoringEngine
 
-
-def test_formats_are_scored_through_what_the_pages_hold() -> None:
-    model = tiny_model("llama")
-    windows = [row.tolist() for row in prompts((60, 60), seed=3)]
-    chunked = {"num_blocks": 20, "max_num_batched_tokens": 16, "max_model_len": 64}
-    auto, int8, again = measure_divergence(model, windows, ["auto", "int8", "int8"], **chunked)
-    # fp32 sums in another order: a hundred roundings of a log-probability near 10
-    assert auto.top1_agreement == 1.0 and auto.mean_abs_delta < 1e-4
-    assert auto.perplexity == pytest.approx(auto.dense_perplexity, rel=1e-4)
-    assert int8.mean_abs_delta > 1e-3, "scored without quantization"
-    assert int8 == again
-    (whole,) = measure_divergence(model, windows, ["int8"], num_blocks=20, max_model_len=64)
-    assert whole.mean_abs_delta == pytest.approx(int8.mean_abs_delta, abs=1e-4)
-    assert int8.num_tokens == 2 * 59 and int8.bytes_per_token < auto.bytes_per_token / 2
+WINDOW = 48
+TEXT = prompts((130,), seed=3)[0].tolist()
 
 
-def test_a_text_shorter_than_a_window_is_refused() -> None:
-    with pytest.raises(ValueError, match="9 tokens"):
-        windows_of(range(9), 10, 1)
-    assert windows_of(range(25), 10, 9) == [list(range(10)), list(range(10, 20))]
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+def test_a_format_differs_from_16_bit_pages_by_its_codes_alone(model: PreTrainedModel) -> None:
+    auto, int8, fp8 = measure_divergence(model, TEXT, ["auto", "int8", "fp8"], window=WINDOW)
+    assert auto.top1_agreement == 1.0
+    assert auto.max_kl == 0.0 == auto.mean_abs_delta
+    assert auto.perplexity == auto.reference_perplexity
+    assert 1e-6 < int8.mean_kl < fp8.mean_kl, "int8's step is 16 times finer near the largest code"
+    assert int8.mean_kl < int8.p99_kl <= int8.max_kl == int8.worst[0].kl
+    assert int8.top1_agreement < 1.0 or int8.mean_abs_delta > 0
+    assert int8.num_tokens == 2 * (WINDOW - 1)
+    assert int8.bytes_per_token < auto.bytes_per_token / 2
+
+
+@pytest.mark.parametrize("stride", [None, 20])
+def test_perplexities_are_those_that_eval_perplexity_gives(model: PreTrainedModel, stride: int | None) -> None:
+    (int8,) = measure_divergence(model, TEXT, ["int8"], window=WINDOW, stride=stride)
+    for name, perplexity in (("int8", int8.perplexity), ("auto", int8.reference_perplexity)):
+        result = measure_perplexity(model, TEXT, window=WINDOW, stride=stride, kv_cache_dtype=name)
+        assert perplexity == pytest.approx(result.perplexity, rel=1e-6)
+        assert int8.num_tokens == result.num_tokens
+
+
+@pytest.mark.parametrize("chunk", [16, 256])
+def test_figures_do_not_depend_on_chunks_nor_on_how_much_is_held_at_once(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    (whole,) = measure_divergence(model, TEXT, ["int8"], window=WINDOW, stride=20)
+    monkeypatch.setattr(divergence, "CHUNK_ELEMENTS", 5 * model.config.vocab_size)
+    (chunked,) = measure_divergence(model, TEXT, ["int8"], window=WINDOW, stride=20, chunk=chunk)
+    assert chunked.mean_kl == pytest.approx(whole.mean_kl, rel=1e-3)
+    assert [token.position for token in chunked.worst] == [token.position for token in whole.worst]
+
+
+def test_the_worst_tokens_are_where_they_are_said_to_be(model: PreTrainedModel) -> None:
+    (int8,) = measure_divergence(model, TEXT, ["int8"], window=WINDOW, stride=20, num_worst=3)
+    assert len(int8.worst) == 3
+    for token in int8.worst:
+        assert TEXT[token.position] == token.token_id
+        start = 0 if token.position < WINDOW else -(-(token.position - WINDOW + 1) // 20) * 20
+        ids = TEXT[start : token.position]
+        p, q = (_last_logprobs(model, ids, name) for name in ("auto", "int8"))
+        assert token.reference_logprob == pytest.approx(float(p[token.token_id]), abs=1e-4)
+        assert token.logprob == pytest.approx(float(q[token.token_id]), abs=1e-4)
+        assert token.kl == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-2)
+
+
+def _last_logprobs(model: PreTrainedModel, ids: list[int], kv_cache_dtype: str) -> torch.Tensor:
+    engine = ScoringEngine(model, max_tokens=len(ids), kv_cache_dtype=kv_cache_dtype)
+    return [logits for _, _, logits in engine.score([ids])][-1][-1].log_softmax(-1)
+
+
+def test_a_text_shorter_than_a_window_is_refused_by_both_numbers(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"130 tokens.*window of 131"):
+        measure_divergence(model, TEXT, ["int8"], window=131)
+    assert math.isfinite(measure_divergence(model, TEXT, ["int8"], window=130)[0].mean_kl)

@@ -153,14 +153,19 @@ def test_what_cannot_be_scored_is_named(model: PreTrainedModel, options: dict[st
         measure_perplexity(model, TEXT, **options)
 
 
-def test_a_sequence_that_fails_is_an_error_not_a_missing_number(model: PreTrainedModel) -> None:
+def test_a_sequence_that_fails_is_an_error_not_a_missing_number(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = ScoringEngine(model, max_tokens=16)
 
     def fail(*_: object) -> None:
-        raise RuntimeError("reader")
+        raise RuntimeError("no pages")
 
-    with pytest.raises(RuntimeError, match=r"sequence 0 could not be scored.*reader"):
-        engine.score([TEXT[:16]], fail)
-    read: list[int] = []
-    engine.score([TEXT[:16]], lambda i, start, logits: read.append(len(logits)))
-    assert sum(read) == 16, "the engine is usable afterwards"
+    with monkeypatch.context() as patch:
+        patch.setattr(model_runner, "write_kv", fail)
+        with pytest.raises(RuntimeError, match=r"sequence 0 could not be scored.*no pages"):
+            list(engine.score([TEXT[:16]]))
+    scores = engine.score([TEXT[:16], TEXT[:9]])
+    next(scores)
+    scores.close()
+    assert sum(len(logits) for _, _, logits in engine.score([TEXT[:16]])) == 16, "usable afterwards"

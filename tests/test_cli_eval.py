@@ -1,0 +1,169 @@
+"""`hf-paged eval`: bad use costs no model load, and what is printed is what was measured."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_zoo import VOCAB, prompts, tiny_model
+from tiny_tokenizer import tiny_tokenizer
+from typer.testing import CliRunner, Result
+
+from hf_paged import cli_eval_support as support
+from hf_paged.cli import app
+from hf_paged.eval import perplexity as perplexity_module
+from hf_paged.eval.perplexity import measure_perplexity
+from hf_paged.eval.texts import dataset_text, token_ids_of
+
+LENGTH = 200
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["eval", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer(VOCAB).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(tiny_tokenizer(VOCAB).decode(prompts((LENGTH,), seed=3)[0]), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "load", lambda *_: pytest.fail("a model was loaded before the options were checked"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-cache-dtype", "auto,int3"], "kv_cache_dtype='int3'"),
+        (["--kv-cache-dtype", "k=int8,auto"], "kv_cache_dtype='k=int8'"),
+        (["--block-size", "48"], "block_size=48"),
+        (["--window", "300"], "window=300 is not allowed; allowed: 2..256"),
+        (["--window", "64", "--stride", "65"], "stride=65 is not allowed; allowed: 1..64"),
+        (["--window", "64", "--stride", "0"], "stride=0"),
+        (["--plot", "out.gif"], "out.gif is not allowed; allowed: a file that ends in .png"),
+        (["--plot", "nowhere/out.png"], "there is no folder nowhere"),
+        (["--dataset", "wikitext2"], "one of them"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+@pytest.mark.usefixtures("nothing_loads")
+def test_bad_use_is_named_before_a_model_is_loaded(
+    model_path: Path, text_path: Path, options: list[str], message: str
+) -> None:
+    result = run("perplexity", model_path, "--text", text_path, *options)
+    assert result.exit_code in (1, 2)
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert result.stdout == ""
+
+
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize("command", ["perplexity", "divergence"])
+def test_a_text_is_needed_and_must_be_text(model_path: Path, tmp_path: Path, command: str) -> None:
+    assert run(command, model_path).exit_code == 2
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    result = run(command, model_path, "--text", binary, "--window", 64)
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "is no UTF-8 text" in result.stderr
+
+
+def test_formats_come_in_lists_and_a_pair_is_one_format() -> None:
+    assert support.formats_of(["auto,fp8", "k=int8,v=auto,int8"], "auto") == ["auto", "fp8", "k=int8,v=auto", "int8"]
+    assert support.formats_of(None, "auto,fp8") == ["auto", "fp8"]
+    assert support.formats_of(["int8, int8"], "auto") == ["int8"]
+
+
+def test_perplexity_writes_one_line_of_json_with_what_was_measured(
+    model_path: Path, text_path: Path, tmp_path: Path
+) -> None:
+    plot = tmp_path / "plot.png"
+    result = run(
+        "perplexity", model_path, model_path, "--text", text_path, "--window", 64, "--stride", 32,
+        "--kv-cache-dtype", "auto,k=int8,v=fp8", "--json", "--plot", plot,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.count("\n") == 1
+    rows = json.loads(result.stdout)["results"]
+    assert [row["kv_cache_dtype"] for row in rows] == ["auto", "k=int8,v=fp8"]
+    ids = token_ids_of(tiny_tokenizer(VOCAB), text_path.read_text())
+    assert len(ids) == LENGTH
+    measured = measure_perplexity(tiny_model("llama"), ids, window=64, stride=32, kv_cache_dtype="k=int8,v=fp8")
+    assert rows[1]["perplexity"] == pytest.approx(measured.perplexity, rel=1e-6)
+    assert (rows[1]["window"], rows[1]["stride"], rows[1]["num_tokens"]) == (64, 32, measured.num_tokens)
+    assert rows[0]["change"] == 0.0 != rows[1]["change"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_perplexity_and_divergence_print_tables_that_state_their_windows(model_path: Path, text_path: Path) -> None:
+    result = run("perplexity", model_path, "--text", text_path, "--window", 64, "--kv-cache-dtype", "int8,auto")
+    assert result.exit_code == 0, result.stderr
+    words = " ".join(result.stdout.split())
+    assert "189 tokens scored, 3 windows of 64, stride 64" in words
+    assert words.count("±") == 3, "the base, here auto, has no change"
+    result = run("divergence", model_path, "--text", text_path, "--window", 64, "--worst", 2)
+    assert result.exit_code == 0, result.stderr
+    words = " ".join(result.stdout.split())
+    assert "windows of 64, stride 64" in words
+    assert "worst tokens" in words
+
+
+def test_divergence_writes_its_worst_tokens_into_json(model_path: Path, text_path: Path) -> None:
+    result = run("divergence", model_path, "--text", text_path, "--window", 64, "--worst", 2, "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["results"]
+    assert [row["kv_cache_dtype"] for row in rows] == ["fp8", "int8"]
+    assert all(len(row["worst"]) == 2 and row["mean_kl"] > 0 for row in rows)
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(
+    model_path: Path, text_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(perplexity_module, "target_logprobs", interrupt)
+    result = run("perplexity", model_path, "--text", text_path, "--window", 64)
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_data_set_is_read_by_name_and_joined_with_blank_lines(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "test.jsonl").write_text('{"text": "a\\n"}\n{"text": ""}\n{"text": "b"}\n')
+    (tmp_path / "train.jsonl").write_text('{"text": "c"}\n')
+    assert dataset_text(str(tmp_path)) == "a\n\n\n\n\nb"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "test.jsonl").write_text('{"words": "a"}\n')
+    with pytest.raises(ValueError, match=r"no column 'text'; it has words"):
+        dataset_text(str(other))
+    (other / "test.jsonl").write_text("{")
+    with pytest.raises(ValueError, match="could not be read"):
+        dataset_text(str(other))
+
+
+def test_without_datasets_a_name_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def refuse(name: str, *rest: Any) -> Any:
+        if name == "datasets":
+            raise ImportError(name)
+        return original(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ValueError, match=r"hf_paged\[eval\]"):
+        dataset_text("wikitext2")
