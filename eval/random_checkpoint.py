@@ -44,6 +44,7 @@ class LlamaShape:
 SHAPES = {
     "tiny": LlamaShape(hidden=256, intermediate=512, layers=2, heads=4, kv_heads=2, vocab=512),
     "llama-2-7b": LlamaShape(hidden=4096, intermediate=11008, layers=32, heads=32, kv_heads=32),
+    "llama-2-13b": LlamaShape(hidden=5120, intermediate=13824, layers=40, heads=40, kv_heads=40),
     "llama-3-8b": LlamaShape(
         hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, vocab=128256, max_positions=8192
     ),
