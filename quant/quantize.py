@@ -1,0 +1,356 @@
+"""`hf_paged.quantize`: a checkpoint of a model in 2, 3, 4 or 8 bits that other tools load, made layer by layer.
+
+One decoder layer is on the device at a time: read from the shards, quantized on what the layers before it hand on, run
+once more as quantized, written, and forgotten. The peak is one layer, its Hessians with one factorisation, and the
+hidden states of the calibration windows, which the CPU's memory holds when they do not fit; it also holds one output
+file at a time. A run that was killed continues where it was (`resume`): finished layers are read back and run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_paged.quant import decoder_layers as decoder
+from hf_paged.quant import layer_quantizers as methods
+from hf_paged.quant.calibration import Calibration, load_calibration
+from hf_paged.quant.decoder_layers import LayerInputs
+from hf_paged.quant.export_format import file_tensors, fp8_tensors, quantization_config, read_tensors
+from hf_paged.quant.header import torch_dtype
+from hf_paged.quant.layer_linears import LinearPlan, get_weight, plan_linears, watch_groups
+from hf_paged.quant.partial_output import PartialOutput, check_output, check_space
+from hf_paged.quant.quantize_config import QuantizeConfig
+from hf_paged.quant.quantize_progress import QuantizeProgress
+from hf_paged.quant.quantize_report import LayerReport, QuantizeReport
+from hf_paged.quant.scale_folding import LayerTrace
+from hf_paged.quant.source_model import SourceModel
+from hf_paged.quant.weight import QuantizedWeight
+
+_COMPARED = 4  # windows on which a layer's output is compared before and after
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in which the system counts resident memory
+_OVERHEAD = 1.05  # scales and zero points, headers: of the disk space that is asked for
+
+
+def quantize(
+    model: str | Path | PreTrainedModel,
+    config: QuantizeConfig | None = None,
+    calibration: str | Path | Sequence[str] | Tensor | None = None,
+    *,
+    output: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str | torch.device | None = None,
+    resume: bool = False,
+    progress: bool = True,
+) -> QuantizeReport:
+    """Quantize the linears of a model's decoder layers into the checkpoint folder `output`.
+
+    Args:
+        model: a folder or hub name, or a model in memory (its files are written beside the output first).
+        calibration: for gptq and awq, see `load_calibration`.
+        tokenizer: of the calibration text; None = the one in the model's folder.
+        device: where layers are quantized; None = the first GPU, else the CPU.
+        resume: continue an unfinished run into the same output, or start.
+        progress: show a bar on a terminal.
+
+    Raises:
+        ValueError: settings, a model or a calibration that cannot be used; told before any weight is read, except for
+            weights and activations that are not finite. Nothing is left behind.
+        OSError: no such model, or no room. What was finished is kept for `resume`.
+    """
+    begin = time.monotonic()
+    config, output = (config or QuantizeConfig()).resolved(), Path(output)
+    check_output(output)
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with _files_of(model, output) as (path, own):
+        source = SourceModel(path)
+        layers = decoder.find_decoder_layers(source.model)
+        names = [f"{layers}.{index}" for index, _ in source.model.get_submodule(layers).named_children()]
+        plan = plan_linears(source, names, config)
+        windows = _calibration(config, calibration, source, tokenizer or own)
+        check_space(output, _bytes_needed(source, plan, config))
+        settings = {
+            "model": source.fingerprint(),
+            "config": json.loads(json.dumps(config.as_dict())),
+            "calibration": windows.sha256 if windows else None,
+            "hf_paged": importlib.metadata.version("hf_paged"),
+        }
+        run = _Run(source, layers, names, plan, config, PartialOutput(output, settings, resume=resume), target)
+        with run.partial.discarded_on(ValueError), torch.no_grad():
+            reports = run.quantize_layers(windows, progress=progress)
+            return run.finish(reports, windows, str(model) if own is None else "a model in memory", begin)
+
+
+class _Run:
+    """One quantization; everything was checked."""
+
+    def __init__(
+        self,
+        source: SourceModel,
+        layers: str,
+        names: Sequence[str],
+        plan: LinearPlan,
+        config: QuantizeConfig,
+        partial: PartialOutput,
+        device: torch.device,
+    ) -> None:
+        self.source, self.layers, self.names, self.plan, self.config = source, layers, names, plan, config
+        self.partial, self.device = partial, device
+        stored = source.config.dtype or torch.float32
+        self.stored = stored  # dtype of the model in its files
+        self.dtype = stored if device.type == "cuda" else torch.float32  # 16-bit products are slow and rounded on CPUs
+        self.resumed = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def quantize_layers(self, calibration: Calibration | None, *, progress: bool) -> list[LayerReport]:
+        """Every layer in turn; those that an earlier run finished are only run."""
+        finished = [self.partial.finished(index) for index in range(len(self.names))]
+        inputs = None
+        if calibration is not None and None in finished:
+            inputs = decoder.embed(self.source, self.layers, calibration.input_ids, self.device, self.dtype)
+        reports: list[LayerReport] = []
+        with QuantizeProgress(len(self.names), shown=progress) as bar:
+            for index, name in enumerate(self.names):
+                report = finished[index]
+                if report is None:
+                    report = self._quantize_layer(index, name, inputs)
+                else:
+                    self.resumed += 1
+                    if inputs is not None and None in finished[index:]:
+                        self._rerun_layer(index, name, inputs)
+                reports.append(report)
+                bar.advance(report)
+        return reports
+
+    def _quantize_layer(self, index: int, name: str, inputs: LayerInputs | None) -> LayerReport:
+        begin = time.monotonic()
+        relative = self.plan.of_layer(name)
+        if not relative:
+            if inputs is not None:
+                self._rerun_layer(index, name, inputs)
+            report = LayerReport(index=index, name=name, linears=(), error=None, seconds=time.monotonic() - begin)
+            self.partial.write_layer({}, report)
+            return report
+        layer = self.source.model.get_submodule(name)
+        self.source.fill(name, self.device, self.dtype)
+        error = None
+        try:
+            if inputs is None:
+                grid = methods.grid_of(self.config, self.stored)
+                result = methods.quantize_weights(layer, relative, self.config, grid)
+            else:
+                before = [out.cpu() for _, out in inputs.run(index, layer, limit=_COMPARED)]
+                result = self._calibrated(index, layer, name, relative, inputs)
+                error = _layer_error(index, layer, inputs, before)
+                inputs.advance(index, layer)
+            tensors = self._file_tensors(name, layer, result)
+        except ValueError as problem:
+            raise ValueError(f"{name}: {problem}") from problem
+        finally:
+            self.source.empty(name)
+        done = [one for one in relative if one in result.reports]
+        report = LayerReport(
+            index=index,
+            name=name,
+            linears=tuple(result.reports[one] for one in done),
+            error=error,
+            seconds=time.monotonic() - begin,
+        )
+        self.partial.write_layer(tensors, report)
+        return report
+
+    def _calibrated(
+        self, index: int, layer: nn.Module, name: str, relative: Sequence[str], inputs: LayerInputs
+    ) -> methods.LayerResult:
+        window = inputs.hidden[:1].to(self.device)
+
+        def once() -> Tensor:
+            return inputs.call(index, layer, window)
+
+        groups = watch_groups(layer, relative, once)
+        missing = set(relative).difference(*(group.names for group in groups))
+        if missing:
+            raise ValueError(f"{sorted(missing)} were not called in a forward: leave them plain with --skip")
+        grid = methods.grid_of(self.config, self.stored)
+        if self.config.method == "gptq":
+            return methods.quantize_gptq(index, layer, groups, inputs, self.config, grid)
+        trace = LayerTrace.watch(layer, window, once, _head_dim(self.source.config))
+        return methods.quantize_awq(index, layer, groups, trace, inputs, self.config, grid)
+
+    def _file_tensors(self, name: str, layer: nn.Module, result: methods.LayerResult) -> dict[str, Tensor]:
+        """What replaces the source's tensors of this layer, by the names in the final files."""
+        tensors: dict[str, Tensor] = {}
+        for relative, weight in result.weights.items():
+            base = self.source.file_name[f"{name}.{relative}.weight"].removesuffix(".weight")
+            if isinstance(weight, QuantizedWeight):
+                parts = file_tensors(self.config.format, weight)
+            else:
+                parts = fp8_tensors(*weight, self.stored)
+            tensors |= {f"{base}.{suffix}": tensor for suffix, tensor in parts.items()}
+        for relative in result.changed:
+            owner = relative.rpartition(".")[0]
+            if owner not in result.weights or relative.endswith(".bias"):
+                key = self.source.file_name[f"{name}.{relative}"]
+                stored = self.source.header.specs[key].dtype
+                tensors[key] = layer.get_parameter(relative).detach().to("cpu", torch_dtype(stored)).contiguous()
+        return tensors
+
+    def _rerun_layer(self, index: int, name: str, inputs: LayerInputs) -> None:
+        """Run a layer as it was written (or as it is, with nothing to quantize)."""
+        layer = self.source.model.get_submodule(name)
+        self.source.fill(name, self.device, self.dtype)
+        try:
+            written = self.partial.read_layer(index) if self.partial.finished(index) else {}
+            for relative in self.plan.of_layer(name):
+                key = self.source.file_name[f"{name}.{relative}.weight"]
+                weight = get_weight(layer.get_submodule(relative))
+                dense = read_tensors(self.config, key.removesuffix(".weight"), written, weight.shape)
+                weight.copy_(dense.to(self.dtype))
+            by_key = {key: model_name for model_name, key in self.source.file_name.items() if key in written}
+            for key, model_name in by_key.items():
+                if model_name.removesuffix(".weight") not in self.plan.shapes:
+                    layer.get_parameter(model_name.removeprefix(f"{name}.")).data.copy_(written[key])
+            inputs.advance(index, layer)
+        finally:
+            self.source.empty(name)
+
+    def finish(
+        self, reports: Sequence[LayerReport], calibration: Calibration | None, model: str, begin: float
+    ) -> QuantizeReport:
+        """Put the final folder together, with its report."""
+        total = self.partial.assemble(self._all_tensors())
+        cuda = self.device.type == "cuda"
+        report = QuantizeReport(
+            model=model,
+            output=str(self.partial.output),
+            settings=self.config.as_dict(),
+            versions={name: importlib.metadata.version(name) for name in ("hf_paged", "torch", "transformers")},
+            device=torch.cuda.get_device_name(self.device) if cuda else "CPU",
+            calibration=None if calibration is None else calibration.as_dict(),
+            layers=tuple(reports),
+            plain=self.plan.plain,
+            seconds=time.monotonic() - begin,
+            resumed_layers=self.resumed,
+            peak_device_bytes=torch.cuda.max_memory_allocated(self.device) if cuda else None,
+            peak_cpu_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
+            bytes_before=sum(_bytes(spec.dtype, spec.shape) for spec in self.source.header.specs.values()),
+            bytes_after=total,
+        )
+        quantization = quantization_config(self.config, self._plain_names(), self._head_name())
+        extra = {"quantize_report.json": json.dumps(report.as_dict(), indent=2)}
+        if quantization["quant_method"] == "gptq":
+            extra["quantize_config.json"] = json.dumps(quantization, indent=2)  # where older loaders look
+        self.partial.finish(
+            {**self.source.config_fields(), "quantization_config": quantization}, self.source.path, extra
+        )
+        return report
+
+    def _all_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the final files: what is outside the layers first, then layer after layer."""
+        inside: dict[str, list[str]] = {name: [] for name in self.names}
+        outside: list[str] = []
+        layer_of = {key: name for name, key in self.source.file_name.items()}
+        for key in self.source.header.specs:
+            match = layer_of.get(key, "").removeprefix(f"{self.layers}.").partition(".")[0]
+            name = f"{self.layers}.{match}"
+            inside.get(name, outside).append(key)
+        yield from self.source.read_files(outside)
+        quantized = {self.source.file_name[f"{name}.weight"] for name in self.plan.shapes}
+        for index, name in enumerate(self.names):
+            written = self.partial.read_layer(index)
+            plain = [key for key in inside[name] if key not in written and key not in quantized]
+            yield from self.source.read_files(plain)
+            yield from written.items()
+
+    def _plain_names(self) -> list[str]:
+        """Weights inside decoder layers that stay plain, as the files call them."""
+        names = [self.source.file_name.get(f"{name}.weight") for name in self.plan.plain]
+        return [name.removesuffix(".weight") for name in names if name is not None]
+
+    def _head_name(self) -> str | None:
+        head = self.source.model.get_output_embeddings()
+        name = next((name for name, module in self.source.model.named_modules() if module is head), None)
+        return (
+            None if name is None else self.source.file_name.get(f"{name}.weight", f"{name}.weight")[: -len(".weight")]
+        )
+
+
+def _calibration(
+    config: QuantizeConfig,
+    calibration: str | Path | Sequence[str] | Tensor | None,
+    source: SourceModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Calibration | None:
+    if not config.calibrated:
+        if calibration is not None:
+            raise ValueError(f"calibration was given, but method {config.method!r} looks at no activations")
+        return None
+    if calibration is None:
+        raise ValueError(f"method {config.method!r} needs calibration: a text or JSONL file, a data set, or token ids")
+    context = getattr(source.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is not None and config.seqlen > context:
+        raise ValueError(f"seqlen={config.seqlen} is more than the model's context of {context}")
+    if tokenizer is None and not isinstance(calibration, Tensor):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source.path)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"calibration text needs a tokenizer, and {source.path} has none: {error}") from error
+    windows = load_calibration(calibration, tokenizer, samples=config.samples, seqlen=config.seqlen, seed=config.seed)
+    embeddings: Any = source.model.get_input_embeddings()
+    windows.check(embeddings.weight.shape[0])
+    return windows
+
+
+@contextmanager
+def _files_of(
+    model: str | Path | PreTrainedModel, output: Path
+) -> Iterator[tuple[str, PreTrainedTokenizerBase | None]]:
+    """The path of a model's files; those of a model in memory are written, and removed again."""
+    if not isinstance(model, PreTrainedModel):
+        yield str(model), None
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.source-", dir=output.parent) as folder:
+        model.save_pretrained(folder)
+        yield folder, None
+
+
+def _layer_error(index: int, layer: nn.Module, inputs: LayerInputs, before: Sequence[Tensor]) -> float:
+    """|layer_Q(x) - layer(x)|^2 / |layer(x) - x|^2 on the first windows."""
+    wrong = whole = 0.0
+    for (part, out), old in zip(inputs.run(index, layer, limit=_COMPARED), before, strict=True):
+        expected = old.to(out.device).float()
+        wrong += float((out.float() - expected).square().sum())
+        whole += float((expected - inputs.hidden[part].to(out.device).float()).square().sum())
+    return wrong / max(whole, 1e-30)
+
+
+def _head_dim(config: Any) -> int | None:
+    text = config.get_text_config(decoder=True)
+    found = getattr(text, "head_dim", None)
+    return int(found) if found else int(text.hidden_size) // int(text.num_attention_heads)
+
+
+def _bytes(dtype: str, shape: Sequence[int]) -> int:
+    return torch.empty(shape, dtype=torch_dtype(dtype), device="meta").nbytes
+
+
+def _bytes_needed(source: SourceModel, plan: LinearPlan, config: QuantizeConfig) -> int:
+    """Disk space: the quantized layers twice (apart, then in the final files), the rest once."""
+    assert config.bits is not None
+    packed = sum(n * k for n, k in plan.shapes.values()) * (4 if config.bits == 3 else config.bits) // 8
+    quantized = {source.file_name[f"{name}.weight"] for name in plan.shapes}
+    rest = sum(_bytes(s.dtype, s.shape) for key, s in source.header.specs.items() if key not in quantized)
+    return int((2 * packed + rest) * _OVERHEAD)
