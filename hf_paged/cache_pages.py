@@ -8,6 +8,7 @@ copies that shared tails need and builds the step's tensors once; the other laye
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from hf_paged.attention import CONTEXT_TAG, AttentionCall
 from hf_paged.block_tables import BlockTables, Ints
-from hf_paged.kernels.layout import AttentionMetadata, Pages
+from hf_paged.kernels.fused_ops import restore_output
+from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.reference import gather_pages
 from hf_paged.kernels.reshape_and_cache import write_kv
@@ -148,12 +150,14 @@ class CachePages:
         layer = self.store.prepare_layer(layer_idx, key, value)
         tensors = step.on(key.device)
         new_key, new_value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+        if (transform := layer.transform) is not None:
+            new_key, new_value = transform.stored_key(new_key), transform.stored_value(new_value)
         write_kv(layer, new_key, new_value, tensors.slot_mapping)
         self.seen[layer_idx] = self.columns
         if step.paged:
             self._unread = layer_idx
             return key, value
-        return self._read(layer.k, key), self._read(layer.v, value)
+        return self._read(layer, key, "k"), self._read(layer, value, "v")
 
     @torch.no_grad()
     def attend(self, layer_idx: int, call: AttentionCall) -> Tensor:
@@ -165,15 +169,19 @@ class CachePages:
         query = call.query.transpose(1, 2).flatten(0, 1)
         if tensors.live is not None:
             query = query[tensors.live]
+        layer = self.store.layer(layer_idx)
+        if layer.transform is not None:
+            query = layer.transform.query(query)
         out = paged_attention(
             query.contiguous(),
-            self.store.layer(layer_idx),
+            layer,
             tensors.meta,
             scale=call.scale,
             window=call.window,
             softcap=call.softcap,
             sinks=call.sinks,
         )
+        out = restore_output(out, layer.transform)
         if tensors.live is not None:
             padded = out.new_zeros(batch * q_len, *out.shape[1:])
             padded[tensors.live] = out
@@ -219,10 +227,14 @@ class CachePages:
         self.columns += q_len
         self._announced = False
 
-    def _read(self, pages: Pages, like: Tensor) -> Tensor:
+    def _read(self, layer: LayerKV, like: Tensor, side: Literal["k", "v"]) -> Tensor:
         """All columns of one layer's K or V, in the dtype of `like`."""
         table = torch.from_numpy(self.tables.table).to(like.device)
+        pages = layer.k if side == "k" else layer.v
         values = gather_pages(pages, table, torch.promote_types(like.dtype, torch.float32))
+        if (transform := layer.transform) is not None:
+            undo = transform.key if side == "k" else transform.value
+            values = undo(values.transpose(1, 2)).transpose(1, 2)
         column = torch.arange(self.columns, device=like.device) - torch.from_numpy(self.pads).to(like.device)[:, None]
         index = column.clamp(min=0)[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3])
         return values.gather(2, index).masked_fill((column < 0)[:, None, :, None], 0.0).to(like.dtype)

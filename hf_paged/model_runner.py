@@ -18,7 +18,7 @@ from hf_paged.attention import AttentionCall
 from hf_paged.config import EngineConfig
 from hf_paged.cuda_graph import StepGraphs, StepTensors
 from hf_paged.fused_modules import RotaryCall, RotaryContext
-from hf_paged.kernels.fused_ops import rope_write
+from hf_paged.kernels.fused_ops import restore_output, rope_write
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.reshape_and_cache import write_kv
@@ -38,11 +38,11 @@ class StepContext(RotaryContext):
     def attend(self, call: AttentionCall) -> Tensor:
         layer, meta = self._pages(call.layer_idx)
         query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+        if layer.transform is not None:
+            query = layer.transform.query(query)
+            key, value = layer.transform.stored_key(key), layer.transform.stored_value(value)
         write_kv(layer, key, value, meta.slot_mapping)
-        out = paged_attention(
-            query, layer, meta, scale=call.scale, window=call.window, softcap=call.softcap, sinks=call.sinks
-        )
-        return out.unsqueeze(0)
+        return self._attended(query, layer, meta, call).unsqueeze(0)
 
     def attend_rotary(self, call: RotaryCall) -> Tensor:
         layer, meta = self._pages(call.layer_idx)
@@ -50,9 +50,16 @@ class StepContext(RotaryContext):
             call.query, call.key, call.value, call.cos, call.sin, layer, meta.slot_mapping,
             rope=call.rope, q_norm=call.q_norm, k_norm=call.k_norm,
         )  # fmt: skip
-        return paged_attention(
+        return self._attended(query, layer, meta, call)
+
+    def _attended(
+        self, query: Tensor, layer: LayerKV, meta: AttentionMetadata, call: AttentionCall | RotaryCall
+    ) -> Tensor:
+        """Attention of a query that was made to meet stored keys, over the values that were stored."""
+        out = paged_attention(
             query, layer, meta, scale=call.scale, window=call.window, softcap=call.softcap, sinks=call.sinks
         )
+        return restore_output(out, layer.transform)
 
     def _pages(self, layer_idx: int) -> tuple[LayerKV, AttentionMetadata]:
         return self._kv_cache.layers[layer_idx], self._metadata[self._kv_cache.group_of[layer_idx]]

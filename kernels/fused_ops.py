@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hf_paged.kernels import reference_fused
+from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.kernels.layout import LayerKV
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
 
@@ -57,8 +58,19 @@ def rope_write(
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
 ) -> Tensor:
-    """Rotate query and key, store key and value in the pages; the rotated query `[T, heads, head_dim]`."""
+    """Rotate query and key, store key and value in the pages as the layer's transform says; the query to meet them."""
     launch = reference_fused.rope_write
     if query.is_cuda:
         from hf_paged.kernels.rope_write import rope_write as launch
     return launch(query, key, value, cos, sin, layer, slot_mapping, rope=rope, q_norm=q_norm, k_norm=k_norm)
+
+
+def restore_output(out: Tensor, transform: KVTransform | None) -> Tensor:
+    """Attention's output `[T, heads, v_head_dim]` over the values, from that over stored values; may overwrite it."""
+    if transform is None:
+        return out
+    if not out.is_cuda:
+        return transform.output(out)
+    from hf_paged.kernels.restore_output import restore_output as launch
+
+    return launch(out, transform)

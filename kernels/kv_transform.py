@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_BLOCK = 128  # a block's matrix is one operand of a matrix product in a kernel
+MAX_BLOCK = 128  # a head of 256 channels is two blocks: a kernel's tile of rows stays in registers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,16 +84,18 @@ def rotation_block(head_dim: int) -> int:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """`x` `[..., head_dim]` with each block of channels rotated by the Hadamard matrix of its size over its root."""
+    """`x` `[..., head_dim]` with each block of channels rotated by the Hadamard matrix of its size over its root.
+
+    By butterflies: sums in an order that a kernel can follow, so that codes are the same on every device.
+    """
     block = rotation_block(x.shape[-1])
     if block == 1:
         return x
-    index = torch.arange(block, device=x.device)
-    parity = index[:, None] & index
-    for shift in (4, 2, 1):  # bits of the product, folded onto the lowest one
-        parity = parity ^ (parity >> shift)
-    matrix = (1 - 2 * (parity & 1)).to(x.dtype) * block**-0.5
-    return (x.unflatten(-1, (-1, block)) @ matrix).flatten(-2)
+    rows = x.unflatten(-1, (-1, block))
+    for _ in range(block.bit_length() - 1):  # each stage makes the lowest bit of the channel the highest
+        even, odd = rows[..., 0::2], rows[..., 1::2]
+        rows = torch.cat((even + odd, even - odd), -1)
+    return (rows * block**-0.5).flatten(-2)
 
 
 def _compute(x: Tensor) -> Tensor:

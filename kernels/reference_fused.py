@@ -105,8 +105,9 @@ def rope_write(
 ) -> Tensor:
     """Normalise and rotate `query` and `key`, store `key` and `value` in the pages, return the query.
 
-    K is rounded to its dtype after the rotation and then stored as `reference.write_kv` does, so the codes are those
-    of the unfused sequence of operations on the same rotated values. (K smoothing will apply between the two.)
+    K is rounded to its dtype after the rotation, then the layer's transform is applied in fp32, and the result stored
+    as `reference.write_kv` does: the codes are those of the unfused sequence of operations on the same rotated values.
+    The query comes back as the stored keys are to meet it.
 
     Args:
         query: `[T, heads, head_dim]`; key `[T, kv_heads, head_dim]`; value `[T, kv_heads, v_head_dim]`; any strides
@@ -120,5 +121,8 @@ def rope_write(
     """
     if q_norm is not None and k_norm is not None:
         query, key = rms_norm(query, q_norm), rms_norm(key, k_norm)
-    reference.write_kv(layer, rotate(key, cos, sin, rope), value, slot_mapping)
-    return rotate(query, cos, sin, rope).contiguous()
+    query, key = rotate(query, cos, sin, rope), rotate(key, cos, sin, rope)
+    if (transform := layer.transform) is not None:
+        query, key, value = transform.query(query), transform.stored_key(key), transform.stored_value(value)
+    reference.write_kv(layer, key, value, slot_mapping)
+    return query.contiguous()

@@ -1,4 +1,4 @@
-"""Triton kernel between the QKV projection and attention: norm, RoPE, quantize and page write, one launch.
+"""Triton kernel between the QKV projection and attention: norm, RoPE, smoothing, quantize and page write, one launch.
 
 The grid is (token, tile of heads): first the tiles of Q, then of K, then of V. A channel's partner in the rotation is
 read a second time (it is in L1), so one code path serves halves, interleaved pairs and partial rotation of any size.
@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.hadamard_tile import hadamard_tile
+from hf_paged.kernels.kv_transform import KVTransform, rotation_block
 from hf_paged.kernels.layout import LayerKV
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
 from hf_paged.kernels.rms_norm import weigh
@@ -86,6 +88,9 @@ def _rope_write(
     v_pages_ptr,  # [num_blocks, KV_HEADS, BLOCK_SIZE, V_DIM]
     v_scale_ptr,  # [num_blocks, KV_HEADS, BLOCK_SIZE] fp16
     slot_ptr,  # [T] int64
+    k_offset_ptr,  # [KV_HEADS, HEAD_DIM] fp32
+    k_factor_ptr,  # [KV_HEADS, HEAD_DIM] fp32
+    v_offset_ptr,  # [KV_HEADS, V_DIM] fp32
     q_stride_t,
     q_stride_h,
     k_stride_t,
@@ -116,6 +121,10 @@ def _rope_write(
     K_CODE_MAX: tl.constexpr,
     V_CODE_MAX: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TRANSFORM: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    K_ROTATION: tl.constexpr,  # channels rotated together, 1: no rotation
+    V_ROTATION: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -132,8 +141,13 @@ def _rope_write(
             q_ptr, q_at, q_keep, d, q_weight_ptr, cos_ptr, sin_ptr, angle_stride, q_eps,
             HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST,
         )  # fmt: skip
+        q_mask = q_keep[:, None] & (d < HEAD_DIM)[None, :]
+        if TRANSFORM:
+            per_head = (q_head // (Q_HEADS // KV_HEADS) * HEAD_DIM)[:, None] + d[None, :]
+            q = q.to(tl.float32) * tl.load(k_factor_ptr + per_head, mask=q_mask, other=0.0)
+            q = hadamard_tile(q, K_ROTATION).to(out_ptr.dtype.element_ty)
         out = out_ptr + ((token * Q_HEADS + q_head) * HEAD_DIM)[:, None] + d[None, :]
-        tl.store(out, q, mask=q_keep[:, None] & (d < HEAD_DIM)[None, :])
+        tl.store(out, q, mask=q_mask)
     else:
         head = (tile - Q_TILES) % KV_TILES * KV_ROWS + tl.arange(0, KV_ROWS)
         keep = head < KV_HEADS
@@ -149,17 +163,31 @@ def _rope_write(
                 HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST,
             )  # fmt: skip
             k_mask = live[:, None] & (d < HEAD_DIM)[None, :]
-            k_page = block * k_stride + row_in_block * HEAD_DIM
-            k_row = block * k_scale_stride + row_in_block
-            store_tile(k, k_mask, live, k_pages_ptr, k_scale_ptr, k_page, k_row, d, K_CODE_MAX)
+            if TRANSFORM:
+                per_head = (head * HEAD_DIM)[:, None] + d[None, :]
+                inside = keep[:, None] & (d < HEAD_DIM)[None, :]
+                offset = tl.load(k_offset_ptr + per_head, mask=inside, other=0.0)
+                factor = tl.load(k_factor_ptr + per_head, mask=inside, other=1.0)
+                k = hadamard_tile((k.to(tl.float32) - offset) / factor, K_ROTATION)
+            store_tile(
+                k, k_mask, live, k_pages_ptr, k_scale_ptr, block, row_in_block, k_stride, k_scale_stride,
+                d, HEAD_DIM, K_CODE_MAX,
+            )  # fmt: skip
         else:
             c = tl.arange(0, BLOCK_V)
-            inside = (c < V_DIM)[None, :]
+            v_inside = keep[:, None] & (c < V_DIM)[None, :]
             v_at = token * v_stride_t + head.to(tl.int64) * v_stride_h
-            v = tl.load(v_ptr + v_at[:, None] + c[None, :], mask=keep[:, None] & inside, other=0.0)
-            v_page = block * v_stride + row_in_block * V_DIM
-            v_row = block * v_scale_stride + row_in_block
-            store_tile(v, live[:, None] & inside, live, v_pages_ptr, v_scale_ptr, v_page, v_row, c, V_CODE_MAX)
+            v = tl.load(v_ptr + v_at[:, None] + c[None, :], mask=v_inside, other=0.0)
+            if V_OFFSET:
+                w = tl.load(v_offset_ptr + (head * V_DIM)[:, None] + c[None, :], mask=v_inside, other=0.0)
+                v = v.to(tl.float32) - w
+            if V_ROTATION > 1:
+                v = hadamard_tile(v.to(tl.float32), V_ROTATION)
+            v_mask = live[:, None] & (c < V_DIM)[None, :]
+            store_tile(
+                v, v_mask, live, v_pages_ptr, v_scale_ptr, block, row_in_block, v_stride, v_scale_stride,
+                c, V_DIM, V_CODE_MAX,
+            )  # fmt: skip
 
 
 def rope_write(
@@ -184,6 +212,8 @@ def rope_write(
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1, (query.stride(), key.stride(), value.stride())
     assert rope.rotary_dim == 0 or cos.stride() == sin.stride(), (cos.stride(), sin.stride())
     (k_data, k_scale, k_max), (v_data, v_scale, v_max) = page_parts(layer.k), page_parts(layer.v)
+    transform = layer.transform
+    k_offset, k_factor, v_offset = _parameters(transform, query)
     block_d, block_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_dim)
     tile = _TILE[tokens > _FEW_TOKENS]
     q_rows = min(triton.next_power_of_2(q_heads), max(tile // block_d, 1))
@@ -203,6 +233,9 @@ def rope_write(
         v_data,
         v_scale,
         slot_mapping,
+        k_offset,
+        k_factor,
+        v_offset,
         *query.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],
@@ -230,6 +263,17 @@ def rope_write(
         K_CODE_MAX=k_max,
         V_CODE_MAX=v_max,
         BLOCK_SIZE=layer.block_size,
+        TRANSFORM=transform is not None,
+        V_OFFSET=transform is not None and transform.v_offset is not None,
+        K_ROTATION=rotation_block(head_dim) if transform is not None and transform.rotates_k else 1,
+        V_ROTATION=rotation_block(v_dim) if transform is not None and transform.rotates_v else 1,
         num_warps=4,
     )
     return out
+
+
+def _parameters(transform: KVTransform | None, unread: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """K offset, K factor and V offset; `unread` where there is none."""
+    if transform is None:
+        return unread, unread, unread
+    return transform.k_offset, transform.k_factor, unread if transform.v_offset is None else transform.v_offset

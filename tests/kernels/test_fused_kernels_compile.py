@@ -46,19 +46,25 @@ for kind in ("silu", "gelu", "gelu_tanh"):
     ptx = build(_gated_activation, pointers, ["gate_stride", "up_stride"], [], dict(N=11008, KIND=kind, BLOCK=1024), 4)
     assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
 FULL = dict(ROTARY_DIM=128, INTERLEAVED=False)
-for codes, code_max, rope, norm in (
-    ("bf16", 0.0, FULL, False), ("i8", 127.0, FULL, True), ("i8", 127.0, dict(ROTARY_DIM=32, INTERLEAVED=True), False),
-    ("fp8e4nv" if arch >= 89 else "fp16", 448.0 if arch >= 89 else 0.0, dict(ROTARY_DIM=0, INTERLEAVED=False), False),
+PLAIN = dict(TRANSFORM=False, V_OFFSET=False, K_ROTATION=1, V_ROTATION=1)
+SMOOTH = dict(TRANSFORM=True, V_OFFSET=True, K_ROTATION=1, V_ROTATION=1)
+ROTATED = dict(TRANSFORM=True, V_OFFSET=False, K_ROTATION=128, V_ROTATION=128)
+for codes, code_max, rope, norm, transform in (
+    ("bf16", 0.0, FULL, False, PLAIN), ("i8", 127.0, FULL, True, PLAIN), ("i8", 127.0, FULL, False, SMOOTH),
+    ("i8", 127.0, dict(ROTARY_DIM=32, INTERLEAVED=True), False, ROTATED),
+    ("fp8e4nv" if arch >= 89 else "fp16", 448.0 if arch >= 89 else 0.0, dict(ROTARY_DIM=0, INTERLEAVED=False), False,
+     SMOOTH),
 ):
     names = ["q_ptr", "k_ptr", "v_ptr", "cos_ptr", "sin_ptr", "q_weight_ptr", "k_weight_ptr", "out_ptr"]
     scale = "*fp16" if code_max else "*" + codes
     pointers = {**dict.fromkeys(names, "*bf16"), "k_pages_ptr": "*" + codes, "k_scale_ptr": scale,
-                "v_pages_ptr": "*" + codes, "v_scale_ptr": scale, "slot_ptr": "*i64"}
+                "v_pages_ptr": "*" + codes, "v_scale_ptr": scale, "slot_ptr": "*i64",
+                **dict.fromkeys(["k_offset_ptr", "k_factor_ptr", "v_offset_ptr"], "*fp32")}
     strides = ["q_stride_t", "q_stride_h", "k_stride_t", "k_stride_h", "v_stride_t", "v_stride_h", "angle_stride_t",
                "k_stride", "k_scale_stride", "v_stride", "v_scale_stride"]
     shape = dict(Q_HEADS=32, KV_HEADS=8, HEAD_DIM=128, V_DIM=128, BLOCK_D=128, BLOCK_V=128, Q_ROWS=16, KV_ROWS=8,
                  BLOCK_SIZE=32)
-    constants = dict(**shape, **rope, NORM=norm, OFFSET=0.0, CAST_FIRST=norm, K_CODE_MAX=code_max, V_CODE_MAX=code_max)
+    constants = dict(**shape, **rope, **transform, NORM=norm, OFFSET=0.0, CAST_FIRST=norm, K_CODE_MAX=code_max, V_CODE_MAX=code_max)
     ptx = build(_rope_write, pointers, strides, ["q_eps", "k_eps"], constants, 4, ones=["angle_stride"])
     if rope is FULL:
         assert not re.findall(r"ld\\.global\\S*16 ", ptx), ptx  # 2-byte loads
