@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hf_paged.kernels import decode_codes
 from hf_paged.kernels.decode_codes import decode_codes_kernel
-from hf_paged.kernels.layout import AttentionMetadata, LayerKV, Pages, PlainPages
+from hf_paged.kernels.group_tile import group_tile
+from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, Pages, PlainPages
 from hf_paged.kernels.tiles import LOG2_E, normalise_rows, softmax_step
 
 REDUCE_STEP = 16  # splits joined per step of the reduction
@@ -95,6 +96,8 @@ def _decode(
     SINKS: tl.constexpr,
     K_SCALED: tl.constexpr,
     V_SCALED: tl.constexpr,
+    K_INT4: tl.constexpr,
+    V_INT4: tl.constexpr,
     K_DOT: tl.constexpr,
     V_DOT: tl.constexpr,
     BYTE_PERMUTE: tl.constexpr,
@@ -147,20 +150,26 @@ def _decode(
         row_in_block = kv_head * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
         position = tile * TILE + n
         keep = (position < seq_len) & (position >= first_token)
-        k = tl.load(
-            k_ptr + (block * k_stride + row_in_block * K_DIM) + k_offset, mask=k_mask & keep[:, None], other=0.0
-        )
-        v = tl.load(
-            v_ptr + (block * v_stride + row_in_block * V_DIM) + v_offset, mask=v_mask & keep[:, None], other=0.0
-        )
         k_scale = tl.zeros([TILE], tl.float32)
         v_scale = tl.zeros([TILE], tl.float32)
-        if K_SCALED:
-            k_scale_tile = k_scale_ptr + (block * k_scale_stride + row_in_block)
-            k_scale = tl.load(k_scale_tile + n, mask=keep, other=0.0).to(tl.float32)
-        if V_SCALED:
-            v_scale_tile = v_scale_ptr + (block * v_scale_stride + row_in_block)
-            v_scale = tl.load(v_scale_tile + n, mask=keep, other=0.0).to(tl.float32)
+        if K_INT4:
+            rows = row_in_block + n
+            k, k_scale = group_tile(k_ptr, k_scale_ptr, block, rows, k_stride, k_scale_stride, dk, keep, K_DIM, K_DOT)
+        else:
+            k_tile = k_ptr + (block * k_stride + row_in_block * K_DIM)
+            k = tl.load(k_tile + k_offset, mask=k_mask & keep[:, None], other=0.0)
+            if K_SCALED:
+                k_scale_tile = k_scale_ptr + (block * k_scale_stride + row_in_block)
+                k_scale = tl.load(k_scale_tile + n, mask=keep, other=0.0).to(tl.float32)
+        if V_INT4:
+            rows = row_in_block + n
+            v, v_scale = group_tile(v_ptr, v_scale_ptr, block, rows, v_stride, v_scale_stride, dv, keep, V_DIM, V_DOT)
+        else:
+            v_tile = v_ptr + (block * v_stride + row_in_block * V_DIM)
+            v = tl.load(v_tile + v_offset, mask=v_mask & keep[:, None], other=0.0)
+            if V_SCALED:
+                v_scale_tile = v_scale_ptr + (block * v_scale_stride + row_in_block)
+                v_scale = tl.load(v_scale_tile + n, mask=keep, other=0.0).to(tl.float32)
         acc, total, top, v_unit = softmax_step(
             acc, total, top, v_unit, q, q_unit, k, k_scale, v, v_scale, keep[None, :], softcap,
             True, SOFTCAP, K_SCALED, V_SCALED, K_DOT, V_DOT, BYTE_PERMUTE,
@@ -171,19 +180,25 @@ def _decode(
         row_in_block = kv_head * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
         k_tile = k_ptr + (block * k_stride + row_in_block * K_DIM)
         v_tile = v_ptr + (block * v_stride + row_in_block * V_DIM)
-        if K_BLOCK == K_DIM:
+        k_scale = tl.zeros([TILE], tl.float32)
+        v_scale = tl.zeros([TILE], tl.float32)
+        if K_INT4:
+            rows = row_in_block + n
+            k, k_scale = group_tile(k_ptr, k_scale_ptr, block, rows, k_stride, k_scale_stride, dk, n >= 0, K_DIM, K_DOT)
+        elif K_BLOCK == K_DIM:
             k = tl.load(k_tile + k_offset)
         else:
             k = tl.load(k_tile + k_offset, mask=k_mask, other=0.0)
-        if V_BLOCK == V_DIM:
+        if V_INT4:
+            rows = row_in_block + n
+            v, v_scale = group_tile(v_ptr, v_scale_ptr, block, rows, v_stride, v_scale_stride, dv, n >= 0, V_DIM, V_DOT)
+        elif V_BLOCK == V_DIM:
             v = tl.load(v_tile + v_offset)
         else:
             v = tl.load(v_tile + v_offset, mask=v_mask, other=0.0)
-        k_scale = tl.zeros([TILE], tl.float32)
-        v_scale = tl.zeros([TILE], tl.float32)
-        if K_SCALED:
+        if K_SCALED and not K_INT4:
             k_scale = tl.load(k_scale_ptr + (block * k_scale_stride + row_in_block) + n).to(tl.float32)
-        if V_SCALED:
+        if V_SCALED and not V_INT4:
             v_scale = tl.load(v_scale_ptr + (block * v_scale_stride + row_in_block) + n).to(tl.float32)
         acc, total, top, v_unit = softmax_step(
             acc, total, top, v_unit, q, q_unit, k, k_scale, v, v_scale, None, softcap,
@@ -275,7 +290,7 @@ def decode_attention(
     splits = config.num_splits
     partial, lse = out, out
     if splits > 1:
-        partial = torch.empty((num_seqs, heads, splits, v.shape[3]), dtype=torch.float32, device=out.device)
+        partial = torch.empty((num_seqs, heads, splits, layer.v.head_dim), dtype=torch.float32, device=out.device)
         lse = torch.empty((num_seqs, heads, splits), dtype=torch.float32, device=out.device)
     k_scale, v_scale = _scale(layer.k), _scale(layer.v)
     sink_logits = query if sinks is None else sinks
@@ -284,8 +299,8 @@ def decode_attention(
     numbers = (*base2_scale(scale, softcap), window or 0, splits)
     shape = {
         "GROUP": group,
-        "K_DIM": k.shape[3],
-        "V_DIM": v.shape[3],
+        "K_DIM": layer.k.head_dim,
+        "V_DIM": layer.v.head_dim,
         "BLOCK_SIZE": layer.block_size,
         "TILE": config.tile,
         "SPLIT": splits > 1,
@@ -313,10 +328,12 @@ def decode_attention(
             *numbers,
             **shape,
             ROWS=max(16, triton.next_power_of_2(group)),
-            K_BLOCK=triton.next_power_of_2(k.shape[3]),
-            V_BLOCK=triton.next_power_of_2(v.shape[3]),
+            K_BLOCK=triton.next_power_of_2(layer.k.head_dim),
+            V_BLOCK=triton.next_power_of_2(layer.v.head_dim),
             K_SCALED=not isinstance(layer.k, PlainPages),
             V_SCALED=not isinstance(layer.v, PlainPages),
+            K_INT4=isinstance(layer.k, GroupPages),
+            V_INT4=isinstance(layer.v, GroupPages),
             K_DOT=dot_dtype(query, layer.k),
             V_DOT=dot_dtype(query, layer.v),
             BYTE_PERMUTE=config.byte_permute and query.is_cuda,
@@ -332,8 +349,8 @@ def decode_attention(
             sink_logits,
             window or 0,
             splits,
-            V_DIM=v.shape[3],
-            V_BLOCK=triton.next_power_of_2(v.shape[3]),
+            V_DIM=layer.v.head_dim,
+            V_BLOCK=triton.next_power_of_2(layer.v.head_dim),
             TILE=config.tile,
             STEP=REDUCE_STEP,
             WINDOW=window is not None,

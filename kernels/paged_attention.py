@@ -30,7 +30,7 @@ def paged_attention(
     from hf_paged.kernels.prefill_attention import prefill_attention
 
     only_decodes = meta.num_seqs == meta.num_decodes
-    out = (query.new_empty if only_decodes else query.new_zeros)((*query.shape[:2], layer.v.tensor.shape[3]))
+    out = (query.new_empty if only_decodes else query.new_zeros)((*query.shape[:2], layer.v.head_dim))
     if meta.num_decodes:
         decode_attention(query, layer, meta, out, scale=scale, window=window, softcap=softcap, sinks=sinks)
     if not only_decodes:

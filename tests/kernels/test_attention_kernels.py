@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from hf_paged.kernels import decode_codes
 from hf_paged.kernels.decode_attention import DecodeConfig, decode_attention
-from hf_paged.kernels.layout import AttentionMetadata, LayerKV, PlainPages, ScaledPages
+from hf_paged.kernels.layout import UINT4, AttentionMetadata, LayerKV, PlainPages, ScaledPages
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.prefill_attention import PrefillConfig, prefill_attention
 from hf_paged.kernels.reshape_and_cache import write_kv
@@ -27,6 +27,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 HALF = {"dtype": torch.float16, "k_format": torch.float16}
 INT8 = {"dtype": torch.float16, "k_format": torch.int8}
 FP8 = {"dtype": torch.float16, "k_format": torch.float8_e4m3fn}
+INT4 = {"dtype": torch.float16, "k_format": UINT4}
 
 FEATURES = {
     "fp32": Shape(),
@@ -43,6 +44,13 @@ FEATURES = {
     "int8 keys, plain values, window": Shape(**INT8, v_format=torch.float16, window=20, head_dim=96),
     "plain keys, fp8 values": Shape(dtype=torch.float16, k_format=torch.float16, v_format=torch.float8_e4m3fn),
     "fp32 queries on int8": Shape(k_format=torch.int8, group=2),
+    "int4": Shape(**INT4, group=4),
+    "int4, two groups and a window": Shape(**INT4, head_dim=128, window=20),
+    "int4, head_dims that 64 does not divide": Shape(**INT4, head_dim=80, v_head_dim=96, softcap=20.0, sinks=True),
+    "int4, four groups": Shape(**INT4, head_dim=192, v_head_dim=32),
+    "int8 keys, int4 values": Shape(**INT8, v_format=UINT4, group=2),
+    "int4 keys, plain values": Shape(**INT4, v_format=torch.float16, window=20, head_dim=96),
+    "fp32 queries on int4": Shape(k_format=UINT4, group=2, head_dim=128),
 }
 DECODES = {"q_lens": (1, 1, 1, 1), "seq_lens": (1, 0, 37, 80)}
 PREFILLS = {"q_lens": (1, 1, 37, 3, 1, 20), "seq_lens": (5, 9, 37, 50, 33, 75)}
@@ -50,14 +58,14 @@ PREFILLS = {"q_lens": (1, 1, 37, 3, 1, 20), "seq_lens": (5, 9, 37, 50, 33, 75)}
 
 def run_decode(case: Case, config: DecodeConfig | None = None) -> Tensor:
     case = to_device(case, DEVICE)
-    out = case.query.new_full((*case.query.shape[:2], case.layer.v.tensor.shape[3]), float("nan"))
+    out = case.query.new_full((*case.query.shape[:2], case.layer.v.head_dim), float("nan"))
     decode_attention(case.query, case.layer, case.meta, out, **case.options, config=config)
     return out.cpu()
 
 
 def run_prefill(case: Case, config: PrefillConfig | None = None) -> Tensor:
     case = to_device(case, DEVICE)
-    out = case.query.new_full((*case.query.shape[:2], case.layer.v.tensor.shape[3]), float("nan"))
+    out = case.query.new_full((*case.query.shape[:2], case.layer.v.head_dim), float("nan"))
     prefill_attention(case.query, case.layer, case.meta, out, **case.options, config=config)
     return out.cpu()[case.meta.num_decodes :]
 
@@ -111,11 +119,13 @@ def test_more_splits_than_tiles_leave_idle_programs_unread() -> None:
 
 
 def test_the_range_of_queries_and_scales_does_not_overflow_fp16() -> None:
-    """8-bit codes are multiplied in fp16; queries of 1e6 and scales of 1e-6 or 1e3 must survive it."""
-    for q_factor, v_factor in ((1e6, 1e-4), (1e-6, 3e4)):
-        shape = Shape(k_format=torch.int8, dtype=torch.bfloat16, group=2, scale=0.2 / q_factor, **DECODES)
+    """Codes are multiplied in fp16; queries of 1e6 and scales of 1e-6 or 1e3 must survive it."""
+    for format, q_factor, v_factor in (
+        (torch.int8, 1e6, 1e-4), (torch.int8, 1e-6, 3e4), (UINT4, 1e6, 1e-4), (UINT4, 1e-6, 1e4)
+    ):  # fmt: skip
+        shape = Shape(k_format=format, dtype=torch.bfloat16, group=2, scale=0.2 / q_factor, **DECODES)
         case = make_case(shape)
-        assert isinstance(case.layer.v, ScaledPages)
+        assert not isinstance(case.layer.v, PlainPages)
         case.layer.v.scale.mul_(v_factor)
         case.query.mul_(q_factor)
         want = definition(case).float() / v_factor
@@ -168,7 +178,7 @@ def test_the_register_kernel_equals_the_definition(
     ("head_dim", "group", "block_size"),
     [(64, 8, 16), (80, 7, 32), (96, 4, 128), (128, 1, 32), (128, 4, 16), (128, 8, 128), (256, 4, 32)],
 )  # every value of each, not every combination: compiling is what costs
-@pytest.mark.parametrize("format", [torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float32])
+@pytest.mark.parametrize("format", [torch.bfloat16, torch.int8, torch.float8_e4m3fn, UINT4, torch.float32])
 def test_mixed_batches_on_the_gpu(format: torch.dtype, group: int, head_dim: int, block_size: int) -> None:
     """The launch choices of every shape that models use, decodes and prefills in one call."""
     shape = Shape(
@@ -186,7 +196,9 @@ def test_mixed_batches_on_the_gpu(format: torch.dtype, group: int, head_dim: int
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"window": 100}, {"window": 5000}, {"softcap": 5.0}, {"sinks": True}], ids=str)
-@pytest.mark.parametrize(("format", "dims"), [(torch.bfloat16, (192, 128)), (torch.int8, (128, 128))], ids=str)
+@pytest.mark.parametrize(
+    ("format", "dims"), [(torch.bfloat16, (192, 128)), (torch.int8, (128, 128)), (UINT4, (128, 128))], ids=str
+)
 def test_features_on_the_gpu(dims: tuple[int, int], format: torch.dtype, options: dict) -> None:
     shape = Shape(
         q_lens=(1, 1, 1, 400, 129),
@@ -204,7 +216,7 @@ def test_features_on_the_gpu(dims: tuple[int, int], format: torch.dtype, options
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("format", [torch.bfloat16, torch.int8, UINT4])
 def test_a_captured_decode_serves_every_length_up_to_its_bound(format: torch.dtype) -> None:
     shape = Shape(q_lens=(1,) * 4, seq_lens=(2000, 1, 333, 1024), group=4, head_dim=128, block_size=32, k_format=format)
     shape = replace(shape, dtype=torch.bfloat16)
