@@ -1,4 +1,4 @@
-"""`hf-paged eval perplexity | divergence`: what KV formats cost a model, measured through the pages that serve."""
+"""`hf-paged eval`: what KV formats cost a model, measured through the pages that serve."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from hf_paged import cli_eval_support as support
 from hf_paged import cli_support as cli
+from hf_paged.cli_eval_longcontext import longcontext
 from hf_paged.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 evaluate = typer.Typer(
     name="eval", help="Measure quality through the stored pages.", no_args_is_help=True, rich_markup_mode=None
 )
+evaluate.command()(cli.plain_errors(longcontext))
 
 
 @evaluate.callback()

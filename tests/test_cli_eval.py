@@ -129,6 +129,30 @@ def test_divergence_writes_its_worst_tokens_into_json(model_path: Path, text_pat
     assert all(len(row["worst"]) == 2 and row["mean_kl"] > 0 for row in rows)
 
 
+def test_longcontext_prints_a_cell_for_every_length_and_depth(model_path: Path, tmp_path: Path) -> None:
+    options = ("--lengths", "220,256", "--depths", "0,50,100", "--trials", 1, "--kv-cache-dtype", "auto,int8")
+    plot = tmp_path / "map.svg"
+    result = run("longcontext", model_path, *options, "--json", "--plot", plot)
+    assert result.exit_code == 0, result.stderr
+    for row in json.loads(result.stdout)["results"]:
+        cells = [(cell["length"], cell["depth"]) for cell in row["cells"]]
+        assert cells == [(length, depth) for length in (220, 256) for depth in (0.0, 0.5, 1.0)]
+    assert "<svg" in plot.read_text()
+    assert run("longcontext", model_path, *options).stdout.count("0% -") == 2 * 6
+
+
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--lengths", "512"], "--lengths 512"), (["--depths", "101"], "--depths '101'"), (["--lengths", "a"], "'a'")],
+    ids=["length", "depth", "no-number"],
+)
+def test_a_length_or_depth_that_cannot_be_is_named(model_path: Path, options: list[str], message: str) -> None:
+    result = run("longcontext", model_path, *options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
 def test_ctrl_c_ends_with_130_and_no_traceback(
     model_path: Path, text_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

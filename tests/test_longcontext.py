@@ -1,0 +1,107 @@
+"""Passkey retrieval: a key at the wrong place, or counted as found without being written, would flatter a format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from model_zoo import tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from hf_paged.eval.longcontext import DEPTHS, INTRODUCTION, NEEDLE, QUESTION, Case, make_cases, measure_retrieval
+from hf_paged.llm import LLM
+from hf_paged.sampling_params import SamplingParams
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and a BOS that the tokenizer itself adds nowhere."""
+    vocab = {token: i for i, token in enumerate(["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def cases_of(**changes: Any) -> list[Case]:
+    options: dict[str, Any] = {"lengths": [400, 700], "depths": DEPTHS, "trials": 2, "seed": 0, **changes}
+    return make_cases(byte_tokenizer(), **options)
+
+
+def test_the_key_stands_once_at_its_depth_in_a_text_of_exactly_the_length() -> None:
+    tokenizer, cases = byte_tokenizer(), cases_of()
+    assert [(case.length, case.depth) for case in cases] == [
+        (length, depth) for length in (400, 700) for depth in DEPTHS for _ in range(2)
+    ]
+    keys = set()
+    for case in cases:
+        assert len(case.token_ids) == case.length
+        key = tokenizer.decode(case.token_ids[-case.num_answer :]).strip()
+        keys.add(key)
+        text = tokenizer.decode(case.token_ids)
+        needle = NEEDLE.format(key=key)
+        assert text.count(needle) == 1
+        before, after = text.split(needle)
+        above, below = len(before.removeprefix(INTRODUCTION)), len(after.partition(QUESTION)[0])
+        assert before.startswith(INTRODUCTION)
+        assert 0 <= case.depth * (above + below) - above <= len(" There and back again.")
+    assert len(keys) == len(cases)
+    assert cases == cases_of()
+    assert cases != cases_of(seed=1)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("chunk", [32, None])
+def test_a_key_is_found_exactly_when_greedy_decoding_writes_it(kv_cache_dtype: str, chunk: int | None) -> None:
+    model = _model()
+    asked = cases_of(lengths=[300], depths=[0.0, 1.0], trials=3)
+    prompts = [case.token_ids[: -case.num_answer] for case in asked]
+    llm = LLM(model, kv_cache_dtype=kv_cache_dtype, num_blocks=200, max_model_len=512)
+    greedy = SamplingParams(temperature=0.0, max_tokens=asked[0].num_answer, ignore_eos=True)
+    written = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
+    rigged = [  # every second answer is what the model writes
+        Case(length=case.length, depth=case.depth, token_ids=[*prompt, *out], num_answer=len(out)) if i % 2 else case
+        for i, (case, prompt, out) in enumerate(zip(asked, prompts, written, strict=True))
+    ]
+    result = measure_retrieval(model, rigged, kv_cache_dtype=kv_cache_dtype, chunk=chunk)
+    assert [round(3 * cell.retrieved) for cell in result.cells] == [1, 2]
+    assert result.trials == 3
+    expected = _mean_logprob(model, rigged[:3])
+    # int8 rounds a value by at most 1/254 of its row's largest
+    assert result.cells[0].logprob == pytest.approx(expected, abs=1e-4 if kv_cache_dtype == "auto" else 0.1)
+
+
+def _model() -> PreTrainedModel:
+    return tiny_model("llama", vocab_size=257, max_position_embeddings=512)
+
+
+@torch.no_grad()
+def _mean_logprob(model: PreTrainedModel, cases: list[Case]) -> float:
+    found = []
+    for case in cases:
+        ids = torch.tensor([case.token_ids])
+        logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
+        answer = ids[0, -case.num_answer :]
+        found.append(logprobs[-case.num_answer - 1 : -1].gather(-1, answer[:, None]).mean())
+    return float(torch.stack(found).mean())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": [40]}, r"length=40 .*tokens or more"),
+        ({"depths": [1.5]}, r"depth=1\.5"),
+        ({"trials": 0}, "trials=0"),
+        ({"filler": " "}, "filler text is empty"),
+    ],
+    ids=["length", "depth", "trials", "filler"],
+)
+def test_what_holds_no_key_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cases_of(**changes)
+
+
+def test_a_text_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"length=700 .*512"):
+        measure_retrieval(_model(), cases_of())
