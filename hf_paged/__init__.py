@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from hf_paged.llm import LLM
     from hf_paged.outputs import CompletionOutput, RequestOutput
     from hf_paged.paged_cache import PagedCache
+    from hf_paged.quant.quantize import quantize
+    from hf_paged.quant.quantize_config import QuantizeConfig
     from hf_paged.sampling_params import SamplingParams
 
 __all__ = [
@@ -23,9 +25,11 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "PagedCache",
+    "QuantizeConfig",
     "RequestOutput",
     "SamplingParams",
     "generate",
+    "quantize",
     "register",
     "unregister",
 ]
@@ -35,9 +39,11 @@ _HOME = {
     "CompletionOutput": "hf_paged.outputs",
     "EngineConfig": "hf_paged.config",
     "PagedCache": "hf_paged.paged_cache",
+    "QuantizeConfig": "hf_paged.quant.quantize_config",
     "RequestOutput": "hf_paged.outputs",
     "SamplingParams": "hf_paged.sampling_params",
     "generate": "hf_paged.generation",
+    "quantize": "hf_paged.quant.quantize",
 }
 
 

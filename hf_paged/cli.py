@@ -1,4 +1,4 @@
-"""The command line: `hf-paged generate | info | bench | eval`. Commands are thin; the work is in the modules they call.
+"""The command line: `hf-paged generate | info | quantize | bench | eval`. Commands are thin; the work is elsewhere.
 
 Exit codes: 0 done, 1 something failed (one line on stderr says what), 2 bad use, 130 interrupted. Results go to stdout,
 everything else to stderr.
@@ -16,6 +16,7 @@ from hf_paged.cli_bench import bench
 from hf_paged.cli_eval import evaluate
 from hf_paged.cli_generate import generate
 from hf_paged.cli_info import info
+from hf_paged.cli_quantize import quantize
 from hf_paged.cli_support import ERR, plain_errors
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(plain_errors(generate))
 app.command()(plain_errors(info))
+app.command()(plain_errors(quantize))
 app.add_typer(bench)
 app.add_typer(evaluate)
 

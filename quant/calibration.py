@@ -1,8 +1,8 @@
 """Calibration: the token windows whose activations a method looks at, the same for the same source and seed.
 
 A source is a text file (whole), a JSONL file (`text`, or `messages` for the chat template), the name of a Hugging Face
-data set with the same columns, or texts and token windows given in Python. Texts are joined by an end-of-sequence token,
-cut into windows of `seqlen` tokens, and `samples` of the windows are drawn without replacement.
+data set with the same columns, or texts and token windows given in Python. Texts are joined by an end-of-sequence
+token, cut into windows of `seqlen` tokens, and `samples` of the windows are drawn without replacement.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def load_calibration(
     """Windows `[samples, seqlen]` of `source`.
 
     Args:
-        source: a path to a text or JSONL file, a data set as `NAME[:CONFIG]` (its split train), a list of texts, or token ids
-            `[samples, seqlen]`, which are taken as they are.
+        source: a path to a text or JSONL file, a data set as `NAME[:CONFIG]` (its split train), a list of texts, or
+            token ids `[samples, seqlen]`, which are taken as they are.
         tokenizer: the model's; token ids need none.
 
     Raises:
@@ -108,9 +108,7 @@ def _open(source: str | Path | Sequence[str], tokenizer: PreTrainedTokenizerBase
         return f"{len(source)} texts", _checked(source)
     path = Path(source)
     if path.is_dir() or (not path.exists() and (path.suffix or path.is_absolute())):
-        raise ValueError(
-            f"calibration={str(source)!r}: no such file; allowed: a text or JSONL file, the name of a data set"
-        )
+        raise ValueError(f"calibration={str(source)!r}: no such file; allowed: a text or JSONL file, a data set")
     if not path.exists():
         return str(source), (_text(row, tokenizer, str(source)) for row in _dataset(str(source)))
     if path.suffix in (".jsonl", ".ndjson"):

@@ -61,6 +61,8 @@ class QuantizeConfig:
         if self.group_size is not None and self.group_size != -1:
             check_int("group_size", self.group_size, minimum=1)
         check_float("damping", self.damping, minimum=0.0, maximum=1.0)
+        if self.damping in (0, 1):
+            refuse("damping", self.damping, "a number between 0 and 1")
         check_int("samples", self.samples, minimum=1)
         check_int("seqlen", self.seqlen, minimum=2)
         check_int("seed", self.seed, minimum=0, maximum=2**63 - 1)

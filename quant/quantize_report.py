@@ -68,6 +68,15 @@ class QuantizeReport:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def notes(self) -> dict[str, list[str]]:
+        """What was done differently somewhere, and for which linears."""
+        found: dict[str, list[str]] = {}
+        for layer in self.layers:
+            for linear in layer.linears:
+                if linear.note is not None:
+                    found.setdefault(linear.note, []).append(f"{layer.name}.{linear.name}")
+        return found
+
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.as_dict(), indent=2), encoding="utf-8")
 

@@ -1,0 +1,144 @@
+"""`hf-paged quantize`: a checkpoint of fewer bits that Transformers, vLLM and this package load."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from hf_paged import cli_eval_support as support
+from hf_paged import cli_support as cli
+
+if TYPE_CHECKING:
+    from hf_paged.quant.quantize_report import QuantizeReport
+
+_MIB = 2**20
+_Switch = bool | None  # None: the method's default
+
+
+def quantize(
+    model: cli.Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The new folder; nothing is overwritten.")],
+    method: Annotated[str, typer.Option(help="awq, gptq, rtn, fp8 or int8.")] = "gptq",
+    bits: Annotated[int | None, typer.Option(help="2, 3, 4 or 8.  [default: 4; fp8 and int8: 8]")] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="Input channels per scale, -1: all.  [default: 128; fp8 and int8: -1]")
+    ] = None,
+    sym: Annotated[_Switch, typer.Option("--sym/--asym", help="Zero points.  [default: --sym; awq: --asym]")] = None,
+    form: Annotated[
+        str, typer.Option("--format", help="auto, awq, gptq, gptq_v2 or compressed-tensors: what is written.")
+    ] = "auto",
+    act_order: Annotated[bool, typer.Option("--act-order", help="gptq: large activations first.")] = False,
+    static_groups: Annotated[bool, typer.Option(help="gptq with act-order: groups lie in the natural order.")] = True,
+    mse: Annotated[bool, typer.Option("--mse", help="gptq, rtn: search each group's range.")] = False,
+    damping: Annotated[float, typer.Option(help="gptq: share of the Hessian's mean added to its diagonal.")] = 0.01,
+    true_sequential: Annotated[bool, typer.Option(help="gptq: linears see what those before them became.")] = True,
+    clip: Annotated[bool, typer.Option(help="awq: search how far to clip each group.")] = True,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="A regular expression; linears whose name has it stay plain. Repeatable.")
+    ] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="awq, gptq: a text or JSONL file, or a data set as NAME[:CONFIG].")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Windows of calibration text.  [default: 128]")] = None,
+    seqlen: Annotated[int | None, typer.Option(help="Tokens per window.  [default: 2048]")] = None,
+    seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
+    device: cli.Device = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an unfinished run into the same output.")] = False,
+    evaluate: Annotated[
+        Path | None, typer.Option(help="A text: its perplexity before and after.", exists=True, dir_okay=False)
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the error of each layer: a .png, .svg or .pdf file.")] = None,
+    as_json: cli.JSONOutput = False,
+) -> None:
+    """Quantize a model's weights, layer by layer, on one GPU or a CPU.
+
+    A model larger than the memory works: one layer is held at a time. A run that was stopped goes on with --resume.
+    """
+    options = {
+        "method": method, "bits": bits, "group_size": group_size, "sym": sym, "format": form, "act_order": act_order,
+        "static_groups": static_groups, "mse": mse, "damping": damping, "true_sequential": true_sequential,
+        "clip": clip, "skip": tuple(skip or ()), "seed": seed,
+    }  # fmt: skip
+    options |= {name: value for name, value in (("samples", samples), ("seqlen", seqlen)) if value is not None}
+    support.check_plot(plot)
+    from hf_paged.quant.quantize import quantize as run
+    from hf_paged.quant.quantize_config import QuantizeConfig
+    from hf_paged.quant.quantize_report import plot_errors
+
+    config = cli.checked(QuantizeConfig, options)
+    for name, value in (("calibration", calibration), ("samples", samples), ("seqlen", seqlen)):
+        if value is not None and not config.calibrated:
+            raise typer.BadParameter(f"--{name} does not go with --method {method}, which looks at no activations")
+    cli.quiet_unless_terminal()
+    report = run(cli.existing(model), config, calibration, output=output, device=cli.usable(device), resume=resume)
+    if evaluate is not None:
+        report = replace(report, evaluation=_evaluate(model, output, evaluate, device))
+        report.write(output / "quantize_report.json")
+    if plot is not None:
+        plot_errors(report, plot)
+    if as_json:
+        print(json.dumps(report.as_dict()))
+    else:
+        _print(report)
+
+
+def _evaluate(model: str, output: Path, text: Path, device: str | None) -> dict[str, Any]:
+    """Perplexity of both, as they load, over the whole text."""
+    from hf_paged.eval.perplexity import measure_perplexity
+    from hf_paged.eval.texts import context_of, read_text, token_ids_of, windows_of
+
+    window = min(2048, context_of(support.config_of(model)) or 2048)
+    results = []
+    for path in (model, str(output)):
+        loaded, tokenizer = support.load(path, cli.DType.auto, device)
+        ids = token_ids_of(tokenizer, read_text(text))
+        total = sum(w.num_scored for w in windows_of(ids, min(window, len(ids)), None, None))
+        with support.progress_bar(f"perplexity {Path(path).name}", total) as progress:
+            results.append(measure_perplexity(loaded, ids, window=min(window, len(ids)), progress=progress))
+        del loaded
+    before, after = results
+    change, stderr = after.change_from(before)
+    return {
+        "text": text.name,
+        "tokens": after.num_tokens,
+        "window": after.window,
+        "perplexity_before": before.perplexity,
+        "perplexity_after": after.perplexity,
+        "change": change,
+        "change_stderr": stderr,
+    }
+
+
+def _print(report: QuantizeReport) -> None:
+    settings = report.settings
+    table = Table(title=f"{report.output}: {settings['method']}, {settings['bits']} bits", title_justify="left")
+    for column in ("layer", "error", "worst linear", "its error", "seconds"):
+        table.add_column(column, justify="left" if column == "worst linear" else "right", no_wrap=True)
+    for layer in report.layers:
+        if layer.linears:
+            own = "-" if layer.error is None else f"{layer.error:.2e}"
+            worst = layer.worst
+            table.add_row(str(layer.index), own, worst.name, f"{worst.error:.2e}", f"{layer.seconds:.1f}")
+    cli.OUT.print(table, highlight=False)
+    for name, reason in report.plain.items():
+        cli.ERR.print(f"left plain: {name}: {reason}", markup=False, highlight=False)
+    for note, names in report.notes().items():
+        cli.ERR.print(f"{len(names)} linears, {names[0]} among them: {note}", markup=False, highlight=False)
+    device = "" if report.peak_device_bytes is None else f", peak {report.peak_device_bytes / 2**30:.2f} GiB on the GPU"
+    cli.OUT.print(
+        f"{report.bytes_before / _MIB:,.0f} MiB became {report.bytes_after / _MIB:,.0f} MiB in {report.seconds:,.0f} s "
+        f"on {report.device}{device}",
+        highlight=False,
+    )
+    if report.evaluation is not None:
+        e = report.evaluation
+        cli.OUT.print(
+            f"perplexity on {e['text']}, {e['tokens']:,} tokens: {e['perplexity_before']:.4f} before, "
+            f"{e['perplexity_after']:.4f} after ({e['change']:+.2%} ± {e['change_stderr']:.2%})",
+            highlight=False,
+        )
