@@ -16,7 +16,7 @@ from torch import Tensor
 
 _SHRINKS = 64  # ranges tried per group by the search, from the whole range down to _SMALLEST of it
 _SMALLEST = 0.4
-_ELEMENTS = 2**26  # values searched at a time: bounds the search's temporaries to a few hundred MB
+_ELEMENTS = 2**22  # values searched at a time: temporaries of 16 MB stay in a GPU's L2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,28 +77,25 @@ def encode(values: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
 
 def _fit(values: Tensor, grid: Grid, importance: Tensor | None) -> tuple[Tensor, Tensor]:
     low, high = values.amin(1).clamp_(max=0), values.amax(1).clamp_(min=0)
-    best = _parameters(low, high, grid)
     if not grid.mse:
-        return best
-    scales, zeros = best
-    least = _error(values, scales, zeros, grid, importance)
-    for shrink in torch.linspace(1, _SMALLEST, _SHRINKS).tolist():
-        for candidate in _candidates(low, high, shrink, grid):
-            error = _error(values, *candidate, grid, importance)
-            better = error < least
-            least = torch.where(better, error, least)
-            scales, zeros = torch.where(better, candidate[0], scales), torch.where(better, candidate[1], zeros)
+        return _parameters(low, high, grid)
+    scales, zeros = _candidates(low, high, grid)
+    batch = max(1, _ELEMENTS // values.numel())
+    parts = zip(scales.split(batch), zeros.split(batch))
+    errors = torch.cat([_error(values, *part, grid.top, importance) for part in parts])
+    best = errors.argmin(0, keepdim=True)
+    return scales.gather(0, best)[0], zeros.gather(0, best)[0]
+
+
+def _candidates(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Scales and zeros `[candidates, groups, N]` of the range `[low, high]` and of smaller ones."""
+    shrinks = torch.linspace(1, _SMALLEST, _SHRINKS, device=low.device)[:, None, None]
+    scales, zeros = _parameters(low * shrinks, high * shrinks, grid)
+    if grid.sym and grid.signed:
+        reach = torch.maximum(-low, high) * shrinks / grid.middle  # the code 0 at one end of the range, or the other
+        scales = torch.cat([scales, _stored(reach, grid), _stored(-reach, grid)])
+        zeros = zeros.repeat(3, 1, 1)
     return scales, zeros
-
-
-def _candidates(low: Tensor, high: Tensor, shrink: float, grid: Grid) -> list[tuple[Tensor, Tensor]]:
-    """Grids over a range shrunk by a factor: one, or with signed scales one per sign."""
-    plain = _parameters(low * shrink, high * shrink, grid)
-    if not (grid.sym and grid.signed):
-        return [plain]
-    reach = torch.maximum(-low, high) * (shrink / grid.middle)  # the code 0 at the end of the range
-    zeros = torch.full_like(low, grid.middle)
-    return [plain, (_stored(reach, grid), zeros), (_stored(-reach, grid), zeros)]
 
 
 def _parameters(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -116,10 +113,10 @@ def _stored(scales: Tensor, grid: Grid) -> Tensor:
     return torch.where(rounded == 0, 1.0, rounded)
 
 
-def _error(values: Tensor, scales: Tensor, zeros: Tensor, grid: Grid, importance: Tensor | None) -> Tensor:
-    """`[groups, N]`: squared error of rounding to a grid."""
-    scales, zeros = scales[:, None], zeros[:, None]
-    error = encode(values, scales, zeros, grid.top).sub_(zeros).mul_(scales).sub_(values).square_()
+def _error(values: Tensor, scales: Tensor, zeros: Tensor, top: int, importance: Tensor | None) -> Tensor:
+    """`[candidates, groups, N]`: squared error of rounding `values [groups, columns, N]` to each grid."""
+    scales, zeros = scales[:, :, None], zeros[:, :, None]
+    error = encode(values, scales, zeros, top).sub_(zeros).mul_(scales).sub_(values).square_()
     if importance is not None:
-        return torch.einsum("gcn,gc->gn", error, importance)
-    return error.sum(1)
+        error.mul_(importance[:, :, None])
+    return error.sum(2)

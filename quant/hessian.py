@@ -91,7 +91,9 @@ class Hessian:
         self._abs += x.abs().sum(0, dtype=torch.float32)
         _add_product(self.matrix, x, x)
         if reference is not None and self._drift is not None:
-            reference = reference.detach().reshape(-1, self.in_features)
+            reference = reference.detach().reshape(-1, reference.shape[-1])
+            if reference.shape != x.shape:
+                raise ValueError(f"reference activations are {list(reference.shape)}, expected {list(x.shape)}")
             _add_product(self._drift, reference.float() - x.float(), x.float())
 
     def scale_(self, scales: Tensor) -> None:

@@ -72,6 +72,4 @@ def check_weight(weight: Tensor, scales_dtype: torch.dtype) -> None:
         raise ValueError(f"weight holds {bad} NaN or infinite values of {weight.numel()}, expected finite ones")
     largest, limit = float(weight.abs().max()), torch.finfo(scales_dtype).max
     if largest > limit:
-        raise ValueError(
-            f"weight holds values up to {largest:.3g}, expected at most {limit:.3g} for {scales_dtype} scales"
-        )
+        raise ValueError(f"weight reaches {largest:.3g}, expected at most {limit:.3g} for {scales_dtype} scales")

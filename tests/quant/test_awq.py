@@ -1,0 +1,143 @@
+"""AWQ's searches: what they must never make worse, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_paged.quant.awq import awq_clip, awq_scales
+from hf_paged.quant.grid import Grid
+from hf_paged.quant.hessian import Hessian
+from hf_paged.quant.rtn import rtn
+from hf_paged.quant.weight import dequantize
+
+FOUR = Grid(bits=4, group_size=32, sym=False)
+
+
+def layer(n: int = 48, k: int = 128) -> tuple[Tensor, Tensor, Hessian]:
+    """Inputs of which a few channels are large, as a model's are; weights; their Hessian."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(800, k, generator=g)
+    x[:, ::17] *= 30
+    w = torch.randn(n, k, generator=g) * 0.05
+    hessian = Hessian(k)
+    hessian.add(x)
+    return x, w, hessian
+
+
+def acts_as(weight: Tensor, scales: Tensor) -> Tensor:
+    return dequantize(rtn(weight * scales, FOUR), torch.float32) / scales
+
+
+def output_error(x: Tensor, wrong: Tensor) -> float:
+    return float((x @ wrong.t()).square().sum())
+
+
+def test_scales_take_most_of_the_error_of_outlier_channels() -> None:
+    x, w, hessian = layer()
+    scales = awq_scales([w], hessian, FOUR)
+    assert scales.shape == (128,) and bool((scales > 0).all())
+    assert scales[::17].min() > scales[1::17].max()
+    plain = output_error(x, rounded(w) - w)
+    assert output_error(x, acts_as(w, scales) - w) < 0.3 * plain
+
+
+def rounded(weight: Tensor) -> Tensor:
+    return dequantize(rtn(weight, FOUR), torch.float32)
+
+
+def test_scales_are_one_where_no_scaling_helps() -> None:
+    """Scaling is not free: weights that the grid holds exactly must be left alone."""
+    _, w, hessian = layer()
+    constant = torch.full_like(w, 0.5)
+    constant[::2] = -1
+    scales = awq_scales([constant], hessian, FOUR)
+    assert torch.equal(scales, torch.ones(128))
+
+
+def test_one_scale_serves_all_linears_that_read_the_input() -> None:
+    _, w, hessian = layer()
+    parts = [w[:16], w[16:]]
+    assert torch.allclose(awq_scales(parts, hessian, FOUR), awq_scales([w], hessian, FOUR))
+
+
+def test_channels_that_come_from_one_row_share_a_scale() -> None:
+    """With fewer KV heads o_proj's scale is divided out of v_proj's rows, each feeding several channels."""
+    _, w, hessian = layer()
+    share = torch.arange(128) % 32
+    scales = awq_scales([w], hessian, FOUR, share=share)
+    assert torch.equal(scales, scales[:32].repeat(4)) and scales.unique().numel() > 4
+
+
+def test_a_loss_of_the_callers_decides() -> None:
+    """Measured on a block's output: here the second half of the rows is all that counts."""
+    x, w, hessian = layer()
+    x2 = x.flip(1)
+    seen: list[int] = []
+
+    def loss(weights: list[Tensor]) -> float:
+        seen.append(len(weights))
+        return output_error(x2, weights[0][24:] - w[24:])
+
+    ours = awq_scales([w], hessian, FOUR, loss=loss)
+    theirs = awq_scales([w], hessian, FOUR)
+    assert set(seen) == {1} and len(seen) > 20
+    assert output_error(x2, (acts_as(w, ours) - w)[24:]) < output_error(x2, (acts_as(w, theirs) - w)[24:])
+
+
+def test_channels_never_excited_keep_a_moderate_scale() -> None:
+    """A scale near 0 would round their weights away, and a later text may excite them."""
+    x, w, _ = layer()
+    x[:, 7] = 0
+    hessian = Hessian(128)
+    hessian.add(x)
+    scales = awq_scales([w], hessian, FOUR)
+    assert torch.isfinite(scales).all()
+    assert scales.min() <= scales[7] <= scales[::17].min()
+    assert torch.equal(awq_scales([w], Hessian(128), FOUR), torch.ones(128))
+
+
+def test_a_scaled_hessian_is_that_of_the_scaled_inputs() -> None:
+    """Clipping and GPTQ after AWQ see inputs divided by the scales."""
+    x, _, hessian = layer()
+    scales = torch.rand(128, generator=torch.Generator().manual_seed(1)) + 0.5
+    direct = Hessian(128)
+    direct.add(x / scales)
+    hessian.scale_(scales)
+    assert torch.allclose(hessian.matrix, direct.matrix, rtol=1e-4, atol=1e-2)
+    assert torch.allclose(hessian.mean_abs, direct.mean_abs, rtol=1e-5)
+
+
+def test_clipping_never_adds_error_to_a_group_and_leaves_the_rest_alone() -> None:
+    x, w, hessian = layer()
+    w[3, 40] = 1.0  # an outlier on a channel that is small
+    clipped = awq_clip(w, hessian, FOUR)
+    assert clipped.dtype == w.dtype and bool((clipped.abs() <= w.abs()).all()) and not torch.equal(clipped, w)
+    for at in range(0, 128, 32):
+        part = slice(at, at + 32)
+        before = (x[:, part] @ (rounded(w) - w)[:, part].t()).square().sum(0)
+        after = (x[:, part] @ (rounded(clipped) - w)[:, part].t()).square().sum(0)
+        assert (after <= before * 1.001 + 1e-6).all()
+    assert torch.equal(clipped.sign(), w.sign())
+
+
+def test_a_group_that_would_be_short_is_refused_by_name_of_the_size() -> None:
+    _, w, hessian = layer()
+    grid = Grid(bits=4, group_size=48, sym=False)
+    for search in (lambda: awq_scales([w], hessian, grid), lambda: awq_clip(w, hessian, grid)):
+        with pytest.raises(ValueError, match="in_features 128 is no multiple of group_size 48, which AWQ cannot store"):
+            search()
+
+
+def test_broken_weights_and_activations_are_refused() -> None:
+    x, w, hessian = layer()
+    bad = w.clone()
+    bad[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="weight holds 1 NaN"):
+        awq_scales([w, bad], hessian, FOUR)
+    x[5, 5] = float("inf")
+    broken = Hessian(128)
+    broken.add(x)
+    with pytest.raises(ValueError, match="activations hold NaN or infinite"):
+        awq_scales([w], broken, FOUR)
