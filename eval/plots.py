@@ -9,25 +9,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_paged.eval.perplexity import PerplexityResult
+    from hf_paged.eval.kv_error import LayerError
 
 _DPI = 150
 
 
-def plot_perplexity(results: Mapping[str, Sequence[tuple[PerplexityResult, float, float]]], file: Path) -> None:
-    """Change of the perplexity against bytes per token, one panel per model.
-
-    Args:
-        results: by model, each format's result, its change and the standard error of that.
-    """
+def plot_perplexity(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Change of the perplexity against bytes per token, one panel per model; `rows` as in the JSON of the command."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.6 * len(results), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(results), squeeze=False)[0]
-    for panel, (model, rows) in zip(panels, results.items(), strict=True):
-        for row, change, stderr in rows:
-            panel.errorbar(row.bytes_per_token, 100 * change, 100 * stderr, fmt="o", capsize=3)
-            panel.annotate(row.kv_cache_dtype, (row.bytes_per_token, 100 * change), (6, 6), textcoords="offset points")
+    figure = Figure(figsize=(4.6 * len(models), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(models), squeeze=False)[0]
+    for panel, model in zip(panels, models, strict=True):
+        for row in rows:
+            if row["model"] == model:
+                at = (row["bytes_per_token"], 100 * row["change"])
+                panel.errorbar(*at, 100 * row["change_stderr"], fmt="o", capsize=3)
+                panel.annotate(row["kv_cache_dtype"], at, (6, 6), textcoords="offset points", fontsize=8)
         panel.axhline(0, color="0.7", linewidth=0.8)
         panel.margins(x=0.25, y=0.2)
         panel.set_title(Path(model).name, fontsize=10)
@@ -69,4 +68,27 @@ def plot_heat_maps(
     axes[0].set_yticks(range(len(rows)), [str(r) for r in rows], fontsize=7)
     axes[0].set_ylabel(labels[0])
     figure.colorbar(image, ax=axes, label=labels[2])
+    figure.savefig(file, dpi=_DPI)
+
+
+def plot_kv_error(results: Mapping[str, Sequence[LayerError]], file: Path) -> None:
+    """A map [layer, head] of each kind of error, one row of maps per format; colours are logarithmic."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    kinds = {"key": "K", "value": "V", "score": "scores", "output": "output"}
+    num_layers = len(next(iter(results.values())))
+    figure = Figure(figsize=(12, len(results) * (1.4 + 0.12 * num_layers)), layout="constrained")
+    grid = figure.subplots(len(results), len(kinds), squeeze=False)
+    for j, (kind, title) in enumerate(kinds.items()):
+        tables = [[getattr(error, kind) for error in errors] for errors in results.values()]
+        positive = [x for table in tables for heads in table for x in heads if x > 0] or [1.0]
+        norm = LogNorm(min(positive), max(max(positive), 1.01 * min(positive)))
+        image: Any = None
+        for axis, name, table in zip(grid[:, j], results, tables, strict=True):
+            image = axis.imshow(table, norm=norm, aspect="auto", cmap="viridis")
+            axis.set_title(f"{name}: {title}", fontsize=9)
+            axis.set_xlabel("KV head" if kind in ("key", "value") else "head", fontsize=8)
+            axis.set_ylabel("layer", fontsize=8)
+        figure.colorbar(image, ax=list(grid[:, j]))
     figure.savefig(file, dpi=_DPI)

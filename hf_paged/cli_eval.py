@@ -11,6 +11,7 @@ from rich.text import Text
 
 from hf_paged import cli_eval_support as support
 from hf_paged import cli_support as cli
+from hf_paged.cli_eval_kv_error import kv_error
 from hf_paged.cli_eval_longcontext import longcontext
 from hf_paged.config import EngineConfig
 
@@ -22,6 +23,7 @@ evaluate = typer.Typer(
     name="eval", help="Measure quality through the stored pages.", no_args_is_help=True, rich_markup_mode=None
 )
 evaluate.command()(cli.plain_errors(longcontext))
+evaluate.command()(cli.plain_errors(kv_error))
 
 
 @evaluate.callback()
@@ -84,7 +86,7 @@ def perplexity(
     if plot is not None:
         from hf_paged.eval.plots import plot_perplexity
 
-        plot_perplexity({model: [(r, *_change(r, rows)) for r in rows] for model, rows in results.items()}, plot)
+        plot_perplexity(_perplexity_rows(results), plot)
     source = str(text) if text is not None else str(dataset)
     if as_json:
         print(json.dumps({"text": source, "results": _perplexity_rows(results)}))

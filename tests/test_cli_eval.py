@@ -153,6 +153,22 @@ def test_a_length_or_depth_that_cannot_be_is_named(model_path: Path, options: li
     assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
+def test_kv_error_shows_every_layer_and_head(model_path: Path, text_path: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "map.png"
+    options = ("--text", text_path, "--tokens", 100, "--kv-cache-dtype", "int8,k=int8,v=auto")
+    result = run("kv-error", model_path, *options, "--json", "--plot", plot)
+    assert result.exit_code == 0, result.stderr
+    results = json.loads(result.stdout)["results"]
+    assert list(results) == ["int8", "k=int8,v=auto"]
+    for errors in results.values():
+        assert [(error["layer_idx"], len(error["key"]), len(error["output"])) for error in errors] == [
+            (0, 2, 4), (1, 2, 4), (2, 2, 4),
+        ]  # fmt: skip
+    assert plot.stat().st_size > 10_000
+    assert run("kv-error", model_path, *options).stdout.count("%") == 2 * 3 * 3
+    assert run("kv-error", model_path, "--text", text_path, "--tokens", 300).exit_code == 1
+
+
 def test_ctrl_c_ends_with_130_and_no_traceback(
     model_path: Path, text_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
