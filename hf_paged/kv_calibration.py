@@ -1,0 +1,205 @@
+"""Calibration: offsets and factors for a model's keys and values, and each format's error, from one short forward.
+
+The tokens are a text of the user's, or the model's own: random ones, replaced by what the model expects after each,
+all positions at once, drawn by a seeded generator. Prompts are never looked at. Whatever the tokens were, smoothing is
+exact algebra, so a poor choice costs precision and never correctness. Offset and factor are chosen among a few, the
+identity with them, by the error that each leaves in the layer's output on these very tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_paged.attention import AttentionCall
+from hf_paged.kernels import reference
+from hf_paged.kernels.kv_transform import KVTransform
+from hf_paged.kernels.layout import UINT4, num_groups
+from hf_paged.kv_scales import KVScales, LayerScales, SideScales
+from hf_paged.packed_model import PackedModel
+
+NUM_TOKENS = 512  # keys that the offsets are means of
+_QUERY_STEP = 8  # every 8th token's output is compared
+_SEED = 0
+_V_OFFSET_GAIN = 0.5  # a V offset costs an addition per layer and step: kept where it halves the error at least
+_FACTOR_BITS = 8  # factors stay within 2^8 either way: fp16 queries must hold what they are multiplied to
+_TINY = 1e-20  # of a channel that is always zero
+_FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": UINT4}
+
+
+@torch.no_grad()
+def calibrate(
+    model: PackedModel,
+    k_formats: Collection[str],
+    v_formats: Collection[str],
+    *,
+    token_ids: Sequence[int] | None = None,
+    source: str = "",
+) -> KVScales:
+    """Run `model` over `token_ids` (None: `NUM_TOKENS` tokens of its own) and measure it in the formats given.
+
+    The model must not be fused: fused layers rotate and store their keys in one kernel, out of sight.
+
+    Args:
+        k_formats, v_formats: among "fp8", "int8", "int4"; one that a layer's head_dim does not allow is left out there.
+        token_ids: at least 2, each in the vocabulary; what is longer than the model's positions is cut off.
+        source: the tokens in words, kept with the result.
+
+    Raises:
+        ValueError: fewer than two tokens.
+    """
+    limit = getattr(model.view.config.get_text_config(decoder=True), "max_position_embeddings", None) or NUM_TOKENS
+    if token_ids is None:
+        ids = _own_tokens(model, min(NUM_TOKENS, limit))
+        source = f"{len(ids)} tokens of the model's own, seed {_SEED}"
+    else:
+        if len(token_ids) < 2:
+            raise ValueError(f"the calibration text has {len(token_ids)} tokens; at least 2 are needed")
+        ids = torch.tensor(token_ids[:limit], dtype=torch.long, device=model.device)
+    watch = _Watch(k_formats, v_formats)
+    _run(model, ids, watch, last_only=True)
+    return KVScales(layers={i: watch.layers[i] for i in sorted(watch.layers)}, source=source)
+
+
+def _own_tokens(model: PackedModel, count: int) -> Tensor:
+    """Tokens that the model finds likely, each after the random one before it; [count] int64."""
+    generator = torch.Generator().manual_seed(_SEED)
+    ids = torch.randint(model.vocab_size, (count,), generator=generator).to(model.device)
+    start = getattr(model.view.config.get_text_config(decoder=True), "bos_token_id", None)
+    if isinstance(start, int) and 0 <= start < model.vocab_size:
+        ids[0] = start
+    logits = _run(model, ids, _Attend(), last_only=False)[:, : model.vocab_size]
+    # Gumbel's way of drawing, with noise from the CPU: the same tokens wherever the model runs, up to its roundings
+    noise = torch.rand(logits.shape, generator=generator).clamp_(min=1e-20).log_().neg_().log_().to(logits.device)
+    return torch.cat((ids[:1], (logits.float() - noise).argmax(-1)[:-1]))
+
+
+def _run(model: PackedModel, ids: Tensor, context: _Attend, *, last_only: bool) -> Tensor:
+    positions = torch.arange(len(ids), device=model.device)
+    return model(ids, positions, context, positions[-1:] if last_only else None)
+
+
+class _Attend:
+    """An attention context without pages: plain causal attention over the tokens of the call."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        positions = torch.arange(call.query.shape[2], device=call.query.device)
+        out = _attention(call, call.query[0].float(), call.key[0].float(), call.value[0].float(), positions)
+        return out.transpose(0, 1).unsqueeze(0).to(call.value.dtype)
+
+
+class _Watch(_Attend):
+    """Attends, and measures each layer on the way."""
+
+    def __init__(self, k_formats: Collection[str], v_formats: Collection[str]) -> None:
+        self.layers: dict[int, LayerScales] = {}
+        self._k_formats, self._v_formats = k_formats, v_formats
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.layers[call.layer_idx] = _Layer(call).scales(self._k_formats, self._v_formats)
+        return super().attend(call)
+
+
+def _attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+    """`[heads, rows, v_head_dim]` fp32 for `query` `[heads, rows, head_dim]` at `positions` `[rows]` over all keys."""
+    key_positions = torch.arange(key.shape[1], device=key.device)
+    mask = key_positions <= positions[:, None]
+    if call.window is not None:
+        mask &= key_positions > positions[:, None] - call.window
+    scores = query.unflatten(0, (len(key), -1)) @ key.unsqueeze(1).transpose(-1, -2) * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if call.sinks is not None:
+        sinks = call.sinks.float().view(len(key), -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), -1)
+    probs = scores.softmax(-1)[..., : key.shape[1]]
+    return (probs @ value.unsqueeze(1)).flatten(0, 1)
+
+
+class _Layer:
+    """One layer's queries, keys and values, and what formats and transforms do to its output."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        self._call = call
+        self._key, self._value = call.key[0].float(), call.value[0].float()  # [kv_heads, T, head_dim]
+        self._positions = torch.arange(0, self._key.shape[1], _QUERY_STEP, device=self._key.device)
+        self._query = call.query[0].float()[:, self._positions]
+        self._out = _attention(call, self._query, self._key, self._value, self._positions)
+
+    def scales(self, k_formats: Collection[str], v_formats: Collection[str]) -> LayerScales:
+        k_dim, v_dim = self._key.shape[-1], self._value.shape[-1]
+        return LayerScales(
+            keys={name: self._keys(_FORMATS[name]) for name in k_formats if _fits(_FORMATS[name], k_dim)},
+            values={name: self._values(_FORMATS[name]) for name in v_formats if _fits(_FORMATS[name], v_dim)},
+        )
+
+    def _keys(self, codes: torch.dtype) -> SideScales:
+        """The offset and factor with the least error; no offset where softcap or sinks forbid it."""
+        zeros = self._key.new_zeros(len(self._key), self._key.shape[-1])
+        offsets = [zeros]
+        if self._call.softcap is None and self._call.sinks is None:
+            low, high = self._key.aminmax(dim=1)
+            offsets += [self._key.mean(1), self._key.median(1).values, (low + high) / 2]
+        best = SideScales(offset=None, factor=None, error=float("inf"))
+        for offset in offsets:
+            for factor in self._factors(offset):
+                error = self._key_error(codes, offset, factor)
+                if error < best.error or best.offset is None:
+                    best = SideScales(offset=offset, factor=factor, error=error)
+        assert best.offset is not None and best.factor is not None
+        return SideScales(offset=best.offset.cpu(), factor=best.factor.cpu(), error=best.error)
+
+    def _factors(self, offset: Tensor) -> list[Tensor]:
+        """None, and two that make channels more alike: one by what keys are alone, one by what queries weigh too."""
+        largest = (self._key - offset.unsqueeze(1)).abs().amax(1)
+        weight = self._query.unflatten(0, (len(self._key), -1)).square().mean((1, 2)).sqrt()
+        keys, queries = largest.clamp(min=_TINY).log2(), weight.clamp(min=_TINY).log2()
+        logs = [torch.zeros_like(keys), keys, (keys - queries) / 2]
+        return [(x - x.mean(-1, keepdim=True)).round().clamp(-_FACTOR_BITS, _FACTOR_BITS).exp2() for x in logs]
+
+    def _values(self, codes: torch.dtype) -> SideScales:
+        plain = SideScales(offset=None, factor=None, error=self._value_error(codes, None))
+        if self._call.sinks is not None:  # probabilities do not sum to one
+            return plain
+        offset = self._value.mean(1)
+        error = self._value_error(codes, offset)
+        pays = error < _V_OFFSET_GAIN * plain.error
+        return SideScales(offset=offset.cpu(), factor=None, error=error) if pays else plain
+
+    def _key_error(self, codes: torch.dtype, offset: Tensor, factor: Tensor) -> float:
+        transform = KVTransform(
+            k_offset=offset, k_factor=factor, v_offset=None, rotates_k=codes == UINT4, rotates_v=False
+        )
+        key = transform.key(_read_back(transform.stored_key(self._key.transpose(0, 1)), codes))
+        return self._error_of(key.transpose(0, 1), self._value)
+
+    def _value_error(self, codes: torch.dtype, offset: Tensor | None) -> float:
+        unread = self._key.new_empty(0)
+        transform = KVTransform(
+            k_offset=unread, k_factor=unread, v_offset=offset, rotates_k=False, rotates_v=codes == UINT4
+        )
+        value = transform.value(_read_back(transform.stored_value(self._value.transpose(0, 1)), codes))
+        return self._error_of(self._key, value.transpose(0, 1))
+
+    def _error_of(self, key: Tensor, value: Tensor) -> float:
+        """Root mean square of the output's error over that of the output; infinite where it is no number."""
+        out = _attention(self._call, self._query, key, value, self._positions)
+        error = float((out - self._out).norm() / self._out.norm().clamp(min=1e-30))
+        return error if error == error else float("inf")
+
+
+def _fits(codes: torch.dtype, head_dim: int) -> bool:
+    try:
+        return codes != UINT4 or num_groups(head_dim) > 0
+    except ValueError:
+        return False
+
+
+def _read_back(rows: Tensor, codes: torch.dtype) -> Tensor:
+    """`rows` `[..., head_dim]` as pages of this format would give them back, fp32."""
+    if codes == UINT4:
+        return reference.dequantize_groups(*reference.quantize_groups(rows))
+    return reference.dequantize(*reference.quantize_rows(rows, codes))

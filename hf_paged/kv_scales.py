@@ -1,0 +1,162 @@
+"""What a calibration found out about a model's keys and values, layer by layer, and the file that keeps it.
+
+For each layer, side (K or V) and format: how values are smoothed before they are quantized (`kernels/kv_transform.py`)
+and what is lost then. The file is safetensors: `layers.N.k.int8.offset`, `.factor` and so on, all fp32, absent where
+they are 0 and 1; everything else is JSON in its metadata. It holds no weights and no text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hf_paged.kernels.kv_transform import KVTransform
+from hf_paged.layer_probe import LayerSpec
+
+_VERSION = "hf_paged.kv_scales.1"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SideScales:
+    """The keys or the values of one layer in one format. Tensors are `[kv_heads, head_dim]` fp32 on the CPU."""
+
+    offset: Tensor | None  # None = 0
+    factor: Tensor | None  # powers of two; None = 1, as always for values
+    error: float  # of the layer's output with this side stored so, relative to the output
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerScales:
+    """One attention layer; its sides by format, named as in `kv_cache_dtype`."""
+
+    keys: Mapping[str, SideScales]
+    values: Mapping[str, SideScales]
+
+    def error(self, k_format: str, v_format: str) -> float:
+        """Relative error of the layer's output in these formats: the two sides err independently."""
+        k, v = self.keys.get(k_format), self.values.get(v_format)
+        return math.hypot(0.0 if k is None else k.error, 0.0 if v is None else v.error)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KVScales:
+    """All attention layers of a model, by index."""
+
+    layers: Mapping[int, LayerScales]
+    source: str  # the tokens that the model was run on, in words
+    mix: KVMix | None = None  # what `kv_cache_dtype="auto-quality"` means for this model, once it was measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVMix:
+    """The cheapest formats within a perplexity budget, and what was measured."""
+
+    kv_cache_dtype: str
+    skip_layers: tuple[int, ...]
+    perplexity_budget: float  # relative: 0.005 allows 0.5%
+    perplexity_change: float  # relative, measured through pages; its upper bound is within the budget
+    bytes_per_token: float
+
+
+def transform_of(
+    spec: LayerSpec, k_format: str, v_format: str, scales: LayerScales | None = None
+) -> KVTransform | None:
+    """The transform of a layer's pages in these formats, on its device; 4-bit sides are rotated.
+
+    Args:
+        scales: how to smooth; None: not at all.
+    """
+    keys = None if scales is None else scales.keys.get(k_format)
+    values = None if scales is None else scales.values.get(v_format)
+    rotates_k, rotates_v = k_format == "int4", v_format == "int4"
+    offset = None if values is None else values.offset
+    if keys is None and offset is None and not (rotates_k or rotates_v):
+        return None
+    shape = (spec.kv_heads, spec.head_dim)
+    k_offset = torch.zeros(shape) if keys is None or keys.offset is None else keys.offset
+    k_factor = torch.ones(shape) if keys is None or keys.factor is None else keys.factor
+    return KVTransform(
+        k_offset=k_offset.to(spec.device),
+        k_factor=k_factor.to(spec.device),
+        v_offset=None if offset is None else offset.to(spec.device),
+        rotates_k=rotates_k,
+        rotates_v=rotates_v,
+    )
+
+
+def save_kv_scales(scales: KVScales, path: str | os.PathLike[str]) -> None:
+    """Write `scales` to `path`."""
+    tensors: dict[str, Tensor] = {}
+    errors: dict[int, dict[str, dict[str, float]]] = {}
+    for index, layer in scales.layers.items():
+        sides = {"k": layer.keys, "v": layer.values}
+        errors[index] = {side: {name: found.error for name, found in sides[side].items()} for side in sides}
+        for side, by_format in sides.items():
+            for name, found in by_format.items():
+                for part, tensor in (("offset", found.offset), ("factor", found.factor)):
+                    if tensor is not None:
+                        tensors[f"layers.{index}.{side}.{name}.{part}"] = tensor.contiguous()
+    metadata = {"format": _VERSION, "source": scales.source, "errors": json.dumps(errors)}
+    if scales.mix is not None:
+        metadata["mix"] = json.dumps(vars(scales.mix))
+    save_file(tensors, path, metadata)
+
+
+def load_kv_scales(path: str | os.PathLike[str], specs: Sequence[LayerSpec]) -> KVScales:
+    """Read what `save_kv_scales` wrote for a model with the attention layers `specs`.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is no such file, or belongs to another model.
+    """
+    if not os.path.isfile(path):
+        raise OSError(f"there is no file {path}; `hf-paged calibrate MODEL -o FILE` writes one")
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != _VERSION:
+            found = metadata.get("format")
+            raise ValueError(f"{path} has format {found!r}; allowed: {_VERSION!r}, as hf-paged calibrate writes")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    errors = {int(index): entry for index, entry in json.loads(metadata["errors"]).items()}
+    if set(errors) != {spec.layer_idx for spec in specs}:
+        raise ValueError(f"{path} is of a model with {len(errors)} attention layers; this one has {len(specs)}")
+    layers = {
+        spec.layer_idx: LayerScales(
+            keys=_sides(path, tensors, f"layers.{spec.layer_idx}.k", entry["k"], (spec.kv_heads, spec.head_dim)),
+            values=_sides(path, tensors, f"layers.{spec.layer_idx}.v", entry["v"], (spec.kv_heads, spec.v_head_dim)),
+        )
+        for spec in specs
+        for entry in (errors[spec.layer_idx],)
+    }
+    mix = json.loads(metadata["mix"]) if "mix" in metadata else None
+    return KVScales(
+        layers=layers,
+        source=metadata["source"],
+        mix=None if mix is None else KVMix(**{**mix, "skip_layers": tuple(mix["skip_layers"])}),
+    )
+
+
+def _sides(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    prefix: str,
+    errors: Mapping[str, float],
+    shape: tuple[int, int],
+) -> dict[str, SideScales]:
+    for name, tensor in tensors.items():
+        if name.startswith(f"{prefix}.") and tuple(tensor.shape) != shape:
+            raise ValueError(f"{path}: {name} has shape {tuple(tensor.shape)}; this model needs {shape}")
+    return {
+        name: SideScales(
+            offset=tensors.get(f"{prefix}.{name}.offset"), factor=tensors.get(f"{prefix}.{name}.factor"), error=error
+        )
+        for name, error in errors.items()
+    }
