@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from hf_paged.config import refuse
-from hf_paged.eval.scoring import ScoringEngine, target_logprobs
-from hf_paged.eval.texts import context_of
+from hf_paged.eval.scoring import ScoringEngine, TokenScores, score_windows
+from hf_paged.eval.texts import Window, context_of
 
 INTRODUCTION = "There is important information hidden in a lot of irrelevant text. Find it and remember it."
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -58,12 +57,11 @@ class RetrievalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One text with its key; `token_ids` ends with the `num_answer` tokens of the key."""
+    """One text that ends with the key it hides; the key is what the window scores."""
 
     length: int
     depth: float
-    token_ids: list[int]
-    num_answer: int
+    window: Window
 
 
 def make_cases(
@@ -115,7 +113,8 @@ def _case(tokenizer: Any, sentences: list[list[int]], length: int, depth: float,
     after = hay[len(before) : room]
     ids = [*start, *before, *needle, *after, *asked]
     assert len(ids) == length
-    return Case(length=length, depth=depth, token_ids=ids, num_answer=len(asked) - len(question))
+    window = Window(token_ids=ids, num_context=length - len(asked) + len(question))
+    return Case(length=length, depth=depth, window=window)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -137,7 +136,7 @@ def measure_retrieval(
     Args:
         cases: of `make_cases`.
         chunk: tokens computed per step.
-        progress: told the number of tokens whenever some were read.
+        progress: told the number of keys' tokens whenever some were scored.
         engine_options: fields of `EngineConfig`.
 
     Raises:
@@ -147,24 +146,12 @@ def measure_retrieval(
     if context is not None and longest > context:
         refuse("length", longest, f"at most {context}, the context of this model")
     engine = ScoringEngine(model, max_tokens=longest - 1, chunk=chunk, kv_cache_dtype=kv_cache_dtype, **engine_options)
-    hits = [torch.ones((), dtype=torch.bool, device=engine.device) for _ in cases]
-    logprobs = [torch.zeros((), device=engine.device) for _ in cases]
-    for i, start, logits in engine.score([case.token_ids[:-1] for case in cases]):
-        case = cases[i]
-        skip = max(0, case.length - case.num_answer - 1 - start)  # rows before the one that predicts the key
-        rows = logits[skip:]
-        if len(rows):
-            at = start + skip + 1
-            answer = torch.tensor(case.token_ids[at : at + len(rows)]).to(engine.device)
-            hits[i] &= (rows.argmax(-1) == answer).all()
-            logprobs[i] += target_logprobs(rows, answer).sum() / case.num_answer
-        if progress is not None:
-            progress(len(logits))
+    scores = score_windows(engine, [case.window for case in cases], progress)
     return RetrievalResult(
         kv_cache_dtype=kv_cache_dtype,
         bytes_per_token=engine.kv_cache.bytes_per_token,
         trials=_trials(cases),
-        cells=_cells(cases, [bool(hit) for hit in hits], [float(x) for x in logprobs]),
+        cells=_cells(cases, scores),
     )
 
 
@@ -172,16 +159,16 @@ def _trials(cases: Sequence[Case]) -> int:
     return sum((case.length, case.depth) == (cases[0].length, cases[0].depth) for case in cases)
 
 
-def _cells(cases: Sequence[Case], hits: Sequence[bool], logprobs: Sequence[float]) -> tuple[RetrievalCell, ...]:
-    members: dict[tuple[int, float], list[int]] = {}
-    for i, case in enumerate(cases):
-        members.setdefault((case.length, case.depth), []).append(i)
+def _cells(cases: Sequence[Case], scores: Sequence[TokenScores]) -> tuple[RetrievalCell, ...]:
+    members: dict[tuple[int, float], list[TokenScores]] = {}
+    for case, score in zip(cases, scores, strict=True):
+        members.setdefault((case.length, case.depth), []).append(score)
     return tuple(
         RetrievalCell(
             length=length,
             depth=depth,
-            retrieved=sum(hits[i] for i in found) / len(found),
-            logprob=sum(logprobs[i] for i in found) / len(found),
+            retrieved=sum(bool(score.is_top1.all()) for score in found) / len(found),
+            logprob=sum(float(score.logprobs.mean()) for score in found) / len(found),
         )
         for (length, depth), found in members.items()
     )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_paged.eval.scoring import ScoringEngine, target_logprobs
-from hf_paged.eval.texts import Window, check_windows, context_of, windows_of
+from hf_paged.eval.scoring import ScoringEngine, score_windows
+from hf_paged.eval.texts import check_windows, context_of, windows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def measure_perplexity(
     check_windows(window, stride, limit, context_of(model.config))
     windows = windows_of(token_ids, window, stride, limit)
     engine = ScoringEngine(model, max_tokens=window - 1, chunk=chunk, kv_cache_dtype=kv_cache_dtype, **engine_options)
-    logprobs = window_logprobs(engine, windows, progress)
+    logprobs = torch.cat([scores.logprobs for scores in score_windows(engine, windows, progress)])
     perplexity = math.exp(-float(logprobs.mean()))
     return PerplexityResult(
         kv_cache_dtype=kv_cache_dtype,
@@ -96,21 +96,6 @@ def measure_perplexity(
         chunk=engine.config.max_num_batched_tokens,
         logprobs=logprobs,
     )
-
-
-def window_logprobs(
-    engine: ScoringEngine, windows: Sequence[Window], progress: Callable[[int], object] | None = None
-) -> Tensor:
-    """Log-probabilities [sum of num_scored] fp64 of the scored tokens, on the CPU, in order."""
-    targets = [torch.tensor(w.token_ids[1:]).to(engine.device) for w in windows]
-    found = [torch.zeros(len(t), device=engine.device) for t in targets]
-
-    for i, start, logits in engine.score([w.token_ids[:-1] for w in windows]):
-        end = start + len(logits)
-        found[i][start:end] = target_logprobs(logits, targets[i][start:end])
-        if progress is not None:
-            progress(max(0, end - max(start, windows[i].num_context - 1)))
-    return torch.cat([x[w.num_context - 1 :] for x, w in zip(found, windows, strict=True)]).double().cpu()
 
 
 def _stderr(x: Tensor) -> float:

@@ -8,7 +8,8 @@ figure of the cache. Only one step's logits are alive at any time; the caller ke
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_paged.config import EngineConfig
 from hf_paged.engine import Engine, PromptLogprobs
+from hf_paged.eval.texts import Window
 from hf_paged.logprobs import CHUNK_ELEMENTS
 from hf_paged.model_runner import StepLogits, prompt_logits
 from hf_paged.request import SchedulerOutput
@@ -89,10 +91,36 @@ class ScoringEngine(Engine):
         return []
 
 
-def default_chunk(model: PreTrainedModel, num_engines: int = 1) -> int:
-    """Tokens per step whose logits in fp32 stay within 256 MB in all engines together, in 64..8192."""
-    vocab = model.config.get_text_config(decoder=True).vocab_size
-    return min(max(_LOGIT_ELEMENTS // (vocab * num_engines), 64), EngineConfig.max_num_batched_tokens)
+@dataclass(frozen=True, kw_only=True)
+class TokenScores:
+    """The scored tokens of one window, in order, on the CPU."""
+
+    logprobs: Tensor  # [num_scored] fp64, natural
+    is_top1: Tensor  # [num_scored] bool: the token is the likeliest, given those before it
+
+
+def score_windows(
+    engine: ScoringEngine, windows: Sequence[Window], progress: Callable[[int], object] | None = None
+) -> list[TokenScores]:
+    """Score the tokens of every window behind its context.
+
+    Args:
+        progress: told the number of scored tokens whenever some were.
+    """
+    targets = [torch.tensor(w.token_ids[w.num_context :]).to(engine.device) for w in windows]
+    logprobs = [torch.zeros(len(t), device=engine.device) for t in targets]
+    is_top1 = [torch.zeros(len(t), device=engine.device, dtype=torch.bool) for t in targets]
+    for i, start, logits in engine.score([w.token_ids[:-1] for w in windows]):
+        skip = max(0, windows[i].num_context - 1 - start)  # rows that predict context
+        if skip >= len(logits):
+            continue
+        first = start + skip + 1 - windows[i].num_context
+        rows = slice(first, first + len(logits) - skip)
+        logprobs[i][rows] = target_logprobs(logits[skip:], targets[i][rows])
+        is_top1[i][rows] = logits[skip:].argmax(-1) == targets[i][rows]
+        if progress is not None:
+            progress(len(logits) - skip)
+    return [TokenScores(logprobs=x.double().cpu(), is_top1=hit.cpu()) for x, hit in zip(logprobs, is_top1, strict=True)]
 
 
 def target_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
@@ -106,3 +134,9 @@ def target_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
         for part, ids in zip((x.float() for x in logits.split(rows)), token_ids.split(rows), strict=True)
     ]
     return torch.cat(parts)
+
+
+def default_chunk(model: PreTrainedModel, num_engines: int = 1) -> int:
+    """Tokens per step whose logits in fp32 stay within 256 MB in all engines together, in 64..8192."""
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    return min(max(_LOGIT_ELEMENTS // (vocab * num_engines), 64), EngineConfig.max_num_batched_tokens)

@@ -13,6 +13,7 @@ from hf_paged import cli_eval_support as support
 from hf_paged import cli_support as cli
 from hf_paged.cli_eval_kv_error import kv_error
 from hf_paged.cli_eval_longcontext import longcontext
+from hf_paged.cli_eval_tasks import tasks
 from hf_paged.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ evaluate = typer.Typer(
 )
 evaluate.command()(cli.plain_errors(longcontext))
 evaluate.command()(cli.plain_errors(kv_error))
+evaluate.command()(cli.plain_errors(tasks))
 
 
 @evaluate.callback()

@@ -59,7 +59,7 @@ def longcontext(
     )
     results = []
     for name in formats:
-        with support.progress_bar(f"{model} {name}", sum(case.length - 1 for case in cases)) as progress:
+        with support.progress_bar(f"{model} {name}", sum(case.window.num_scored for case in cases)) as progress:
             results.append(
                 measure_retrieval(loaded, cases, kv_cache_dtype=name, chunk=chunk, progress=progress, **options)
             )

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from hf_paged import cli_eval_support as support
 from hf_paged.cli import app
-from hf_paged.eval import perplexity as perplexity_module
+from hf_paged.eval import scoring
 from hf_paged.eval.perplexity import measure_perplexity
 from hf_paged.eval.texts import dataset_text, token_ids_of
 
@@ -175,7 +175,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(perplexity_module, "target_logprobs", interrupt)
+    monkeypatch.setattr(scoring, "target_logprobs", interrupt)
     result = run("perplexity", model_path, "--text", text_path, "--window", 64)
     assert (result.exit_code, result.stdout) == (130, "")
     assert "Traceback" not in result.stderr

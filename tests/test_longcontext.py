@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_paged.eval.longcontext import DEPTHS, INTRODUCTION, NEEDLE, QUESTION, Case, make_cases, measure_retrieval
+from hf_paged.eval.texts import Window
 from hf_paged.llm import LLM
 from hf_paged.sampling_params import SamplingParams
 
@@ -36,10 +37,11 @@ def test_the_key_stands_once_at_its_depth_in_a_text_of_exactly_the_length() -> N
     ]
     keys = set()
     for case in cases:
-        assert len(case.token_ids) == case.length
-        key = tokenizer.decode(case.token_ids[-case.num_answer :]).strip()
+        ids = case.window.token_ids
+        assert len(ids) == case.length
+        key = tokenizer.decode(ids[case.window.num_context :]).strip()
         keys.add(key)
-        text = tokenizer.decode(case.token_ids)
+        text = tokenizer.decode(ids)
         needle = NEEDLE.format(key=key)
         assert text.count(needle) == 1
         before, after = text.split(needle)
@@ -56,14 +58,14 @@ def test_the_key_stands_once_at_its_depth_in_a_text_of_exactly_the_length() -> N
 def test_a_key_is_found_exactly_when_greedy_decoding_writes_it(kv_cache_dtype: str, chunk: int | None) -> None:
     model = _model()
     asked = cases_of(lengths=[300], depths=[0.0, 1.0], trials=3)
-    prompts = [case.token_ids[: -case.num_answer] for case in asked]
+    prompts = [case.window.token_ids[: case.window.num_context] for case in asked]
     llm = LLM(model, kv_cache_dtype=kv_cache_dtype, num_blocks=200, max_model_len=512)
-    greedy = SamplingParams(temperature=0.0, max_tokens=asked[0].num_answer, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=asked[0].window.num_scored, ignore_eos=True)
     written = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
-    rigged = [  # every second answer is what the model writes
-        Case(length=case.length, depth=case.depth, token_ids=[*prompt, *out], num_answer=len(out)) if i % 2 else case
-        for i, (case, prompt, out) in enumerate(zip(asked, prompts, written, strict=True))
-    ]
+    rigged = list(asked)  # every second key is what the model writes
+    for i in range(1, len(asked), 2):
+        window = Window(token_ids=[*prompts[i], *written[i]], num_context=len(prompts[i]))
+        rigged[i] = Case(length=asked[i].length, depth=asked[i].depth, window=window)
     result = measure_retrieval(model, rigged, kv_cache_dtype=kv_cache_dtype, chunk=chunk)
     assert [round(3 * cell.retrieved) for cell in result.cells] == [1, 2]
     assert result.trials == 3
@@ -80,10 +82,10 @@ def _model() -> PreTrainedModel:
 def _mean_logprob(model: PreTrainedModel, cases: list[Case]) -> float:
     found = []
     for case in cases:
-        ids = torch.tensor([case.token_ids])
+        ids = torch.tensor([case.window.token_ids])
         logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
-        answer = ids[0, -case.num_answer :]
-        found.append(logprobs[-case.num_answer - 1 : -1].gather(-1, answer[:, None]).mean())
+        first = case.window.num_context
+        found.append(logprobs[first - 1 : -1].gather(-1, ids[0, first:, None]).mean())
     return float(torch.stack(found).mean())
 
 

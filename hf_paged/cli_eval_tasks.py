@@ -1,0 +1,91 @@
+"""`hf-paged eval tasks`: the tasks of lm-eval, through the pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from hf_paged import cli_eval_support as support
+from hf_paged import cli_support as cli
+from hf_paged.config import EngineConfig
+
+
+def tasks(
+    model: cli.Model,
+    names: Annotated[str, typer.Option("--tasks", help="Tasks of lm-eval with commas, e.g. arc_easy,hellaswag.")],
+    kv_cache_dtype: support.KVFormats = None,
+    include_path: Annotated[
+        Path | None, typer.Option(help="A folder of further tasks (YAML).", exists=True, file_okay=False)
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Documents per task; default: all.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt; default: the task's.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens of context and answer; default: 4096.")] = None,
+    block_size: cli.BlockSize = EngineConfig.block_size,
+    dtype: cli.WeightDType = cli.DType.auto,
+    device: cli.Device = None,
+    as_json: cli.JSONOutput = False,
+) -> None:
+    """Accuracy and other metrics of lm-eval tasks for several KV formats."""
+    options = cli.engine_options({"block_size": block_size})
+    formats = support.formats_of(kv_cache_dtype, default="auto,int8")
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ValueError('eval tasks needs the package lm-eval: pip install "hf_paged[tasks]"') from error
+    from hf_paged.eval.tasks import PagedLM
+
+    wanted = [name.strip() for name in names.split(",")]
+    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    if unknown := [name for name in wanted if not manager.match_tasks([name])]:
+        raise ValueError(f"lm-eval knows no task {', '.join(unknown)}; `lm_eval ls tasks` lists them")
+    support.config_of(model)
+    loaded, tokenizer = support.load(model, dtype, device)
+
+    def rows_of(name: str) -> list[dict[str, Any]]:
+        """One format; its engines and their blocks are gone when this returns."""
+        paged = PagedLM(loaded, tokenizer, max_length=max_length, kv_cache_dtype=name, **options)
+        found = lm_eval.simple_evaluate(
+            model=paged, tasks=wanted, num_fewshot=num_fewshot, limit=limit, apply_chat_template=chat,
+            task_manager=manager, log_samples=False,
+        )  # fmt: skip
+        return [{"kv_cache_dtype": name, "bytes_per_token": paged.bytes_per_token, **row} for row in metrics(found)]
+
+    rows = [row for name in formats for row in rows_of(name)]
+    if as_json:
+        print(json.dumps({"model": model, "limit": limit, "results": rows}))
+        return
+    table = Table(title=f"{model}: lm-eval {lm_eval.__version__}", title_justify="left")
+    for column in ("task", "metric", "KV", "bytes/token", "value"):
+        table.add_column(column, justify="right" if column in ("bytes/token", "value") else "left", no_wrap=True)
+    for row in sorted(rows, key=lambda row: (row["task"], row["metric"])):
+        stderr = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"
+        cost = f"{row['bytes_per_token']:,.0f}"
+        table.add_row(row["task"], row["metric"], row["kv_cache_dtype"], cost, f"{row['value']:.4f}{stderr}")
+    cli.OUT.print(table, highlight=False)
+
+
+def metrics(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """`task`, `metric`, `filter`, `value` and `stderr` (None: there is none) of all results of lm-eval."""
+    rows = []
+    for task, values in found["results"].items():
+        for key, value in values.items():
+            metric, _, chosen = key.partition(",")
+            if not chosen or metric.endswith("_stderr"):
+                continue
+            stderr = values.get(f"{metric}_stderr,{chosen}")
+            known = isinstance(stderr, float) and stderr == stderr  # lm-eval writes "N/A" or NaN
+            row = {
+                "task": task,
+                "metric": metric,
+                "filter": chosen,
+                "value": value,
+                "stderr": stderr if known else None,
+            }
+            rows.append(row)
+    return rows
