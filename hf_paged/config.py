@@ -8,11 +8,14 @@ the value and what is allowed. "auto" and `None` are resolved by the engine, whi
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NoReturn
 
 KV_FORMATS = ("auto", "fp8", "int8", "int4")
+
+AUTO_QUALITY = "auto-quality"  # as kv_cache_dtype: the cheapest formats within a measured perplexity budget
 
 AutoBool = bool | Literal["auto"]
 
@@ -38,8 +41,10 @@ class EngineConfig:
     """Settings of one engine. Raises ValueError for a value that no engine can run with."""
 
     block_size: int = 32  # tokens per KV block, a power of two in 16..256
-    kv_cache_dtype: str = "auto"  # "auto" (model dtype), "fp8", "int8", "int4", or "k=int8,v=int4"
+    kv_cache_dtype: str = "auto"  # "auto" (model dtype), "fp8", "int8", "int4", "k=int8,v=int4", or "auto-quality"
     skip_layers: tuple[int, ...] = ()  # layers that keep the model dtype in the cache
+    kv_scales: str = "auto"  # smoothing: "auto" (calibrate when the model is loaded), "off", or a file of calibrate
+    kv_error_budget: float | Literal["auto", "off"] = "auto"  # relative error of a layer; over it, it is stored finer
     num_blocks: int | None = None  # blocks on the device, the null block included; None = from the free memory
     gpu_memory_utilization: float = 0.9  # share of the device memory for weights, activations and KV blocks
     max_num_seqs: int = 256  # requests that run at the same time
@@ -56,7 +61,9 @@ class EngineConfig:
         check_int("block_size", self.block_size, minimum=16, maximum=256)
         if self.block_size & (self.block_size - 1):
             refuse("block_size", self.block_size, "16, 32, 64, 128 or 256")
-        parse_kv_cache_dtype(self.kv_cache_dtype)
+        if self.kv_cache_dtype != AUTO_QUALITY:
+            parse_kv_cache_dtype(self.kv_cache_dtype)
+        _check_smoothing(self.kv_scales, self.kv_error_budget, self.kv_cache_dtype)
         object.__setattr__(self, "skip_layers", _layer_indices(self.skip_layers))
         if self.num_blocks is not None:
             check_int("num_blocks", self.num_blocks, minimum=2)
@@ -130,6 +137,17 @@ def check_float(name: str, value: object, *, minimum: float, maximum: float = ma
 def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         refuse(name, value, "True or False")
+
+
+def _check_smoothing(kv_scales: object, budget: object, kv_cache_dtype: str) -> None:
+    if not isinstance(kv_scales, str | os.PathLike):
+        refuse("kv_scales", kv_scales, '"auto", "off", or a file that hf-paged calibrate wrote')
+    if budget not in ("auto", "off"):
+        if isinstance(budget, str):
+            refuse("kv_error_budget", budget, 'a number >= 0, "auto" or "off"')
+        check_float("kv_error_budget", budget, minimum=0.0)
+    if kv_scales == "off" and (budget not in ("auto", "off") or kv_cache_dtype == AUTO_QUALITY):
+        raise ValueError('kv_scales="off" measures nothing: kv_error_budget and kv_cache_dtype="auto-quality" need it')
 
 
 def _layer_indices(value: object) -> tuple[int, ...]:

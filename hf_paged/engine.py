@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from hf_paged.config import EngineConfig, KVGroup
 from hf_paged.fusion import fuse, not_fused
 from hf_paged.kernels.rng import derive_seed
-from hf_paged.key_ranges import warn_of_uneven_keys
-from hf_paged.kv_cache import KVCache, layer_formats
+from hf_paged.kv_cache import KVCache
+from hf_paged.kv_protection import plan_storage
 from hf_paged.layer_probe import LayerSpec
 from hf_paged.logprobs import LogprobsTensors, gather_logprobs
 from hf_paged.memory import GIB, check_size, resolve_num_blocks
@@ -87,8 +87,8 @@ class Engine:
         _check_one_device(specs)
         if config.cuda_graphs is True and packed.device.type != "cuda":
             raise ValueError(f'cuda_graphs=True needs a model on a CUDA device, not {packed.device}; allowed: "auto"')
-        formats = layer_formats(specs, config.kv_cache_dtype, config.skip_layers)
-        warn_of_uneven_keys(packed, formats)
+        self.kv_plan = plan_storage(model, packed, config)
+        formats = self.kv_plan.formats
         self.fusion = fuse(packed.view) if _wants_fusion(config, specs) else not_fused("off here, or by fuse=False")
         logger.info("fusion: %s", self.fusion)
         self.max_model_len = resolve_max_model_len(config, model)

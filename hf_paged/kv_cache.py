@@ -13,7 +13,7 @@ group. Blocks are never cleared, what was not written is never used; only the nu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,7 +109,7 @@ class KVCache:
     """
 
     def __init__(
-        self, specs: Sequence[LayerSpec], formats: dict[int, LayerFormat], *, num_blocks: int, block_size: int
+        self, specs: Sequence[LayerSpec], formats: Mapping[int, LayerFormat], *, num_blocks: int, block_size: int
     ) -> None:
         self.specs = tuple(specs)
         self.formats = formats

@@ -8,10 +8,13 @@ identity with them, by the error that each leaves in the layer's output on these
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_paged.attention import AttentionCall
 from hf_paged.kernels import reference
@@ -203,3 +206,49 @@ def _read_back(rows: Tensor, codes: torch.dtype) -> Tensor:
     if codes == UINT4:
         return reference.dequantize_groups(*reference.quantize_groups(rows))
     return reference.dequantize(*reference.quantize_rows(rows, codes))
+
+
+class CalibrationRegistry:
+    """What is known of living models, so that a second engine or cache of a model costs no forward.
+
+    An entry is of the values that the model's weights had: writing to them in place, adapters and the like make a new
+    one. A layer's pages go on as they are until then: whatever the weights, smoothing is exact.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, KVScales]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def get(
+        self, model: PreTrainedModel, packed: PackedModel, k_formats: Collection[str], v_formats: Collection[str]
+    ) -> KVScales:
+        """The scales of `model` in these formats, measured through `packed`, a view of it that is not fused."""
+        with self._lock:
+            values = _fingerprint(model)
+            found = self._known.get(model)
+            scales = found[1] if found is not None and found[0] == values else None
+            missing_k, missing_v = set(k_formats), set(v_formats)
+            if scales is not None:
+                missing_k, missing_v = missing_k - scales.k_formats, missing_v - scales.v_formats
+            if missing_k or missing_v:
+                new = calibrate(packed, sorted(missing_k), sorted(missing_v))
+                scales = new if scales is None else scales.joined(new)
+                self._known[model] = (values, scales)
+            assert scales is not None
+            return scales
+
+    def keep(self, model: PreTrainedModel, scales: KVScales) -> None:
+        """Replace what is known of `model`, whose weights are as they were."""
+        with self._lock:
+            self._known[model] = (_fingerprint(model), scales)
+
+
+def _fingerprint(model: PreTrainedModel) -> int:
+    """Of names, shapes and versions, not of addresses: fusion and moves leave values as they are."""
+    tensors = model.named_parameters(remove_duplicate=False)
+    return hash(
+        (repr(model.config), *((n, t.shape, t.dtype, 0 if t.is_inference() else t._version) for n, t in tensors))
+    )
+
+
+CALIBRATIONS = CalibrationRegistry()

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from safetensors import safe_open
@@ -46,15 +46,6 @@ class LayerScales:
         return math.hypot(0.0 if k is None else k.error, 0.0 if v is None else v.error)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class KVScales:
-    """All attention layers of a model, by index."""
-
-    layers: Mapping[int, LayerScales]
-    source: str  # the tokens that the model was run on, in words
-    mix: KVMix | None = None  # what `kv_cache_dtype="auto-quality"` means for this model, once it was measured
-
-
 @dataclass(frozen=True, kw_only=True)
 class KVMix:
     """The cheapest formats within a perplexity budget, and what was measured."""
@@ -64,6 +55,34 @@ class KVMix:
     perplexity_budget: float  # relative: 0.005 allows 0.5%
     perplexity_change: float  # relative, measured through pages; its upper bound is within the budget
     bytes_per_token: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KVScales:
+    """All attention layers of a model, by index."""
+
+    layers: Mapping[int, LayerScales]
+    source: str  # the tokens that the model was run on, in words
+    mix: KVMix | None = None  # what `kv_cache_dtype="auto-quality"` means for this model, once it was measured
+
+    @property
+    def k_formats(self) -> set[str]:
+        """Formats that the keys of some layer were measured in."""
+        return {name for layer in self.layers.values() for name in layer.keys}
+
+    @property
+    def v_formats(self) -> set[str]:
+        """Formats that the values of some layer were measured in."""
+        return {name for layer in self.layers.values() for name in layer.values}
+
+    def joined(self, other: KVScales) -> KVScales:
+        """These, and the formats of `other`, which is of the same model."""
+        layers = {
+            index: LayerScales(keys={**a.keys, **b.keys}, values={**a.values, **b.values})
+            for index, a in self.layers.items()
+            for b in (other.layers[index],)
+        }
+        return replace(self, layers=layers)
 
 
 def transform_of(

@@ -102,6 +102,8 @@ def _new_cache(model: PreTrainedModel, config: EngineConfig, rows: int, tokens: 
         block_size=config.block_size,
         kv_cache_dtype=config.kv_cache_dtype,
         skip_layers=config.skip_layers,
+        kv_scales=config.kv_scales,
+        kv_error_budget=config.kv_error_budget,
         num_blocks=config.num_blocks,
     )
     cache.reserve(rows, tokens)

@@ -13,7 +13,9 @@ from torch import Tensor
 from hf_paged.block_pool import BlockPool
 from hf_paged.config import EngineConfig
 from hf_paged.kernels.layout import LayerKV
-from hf_paged.kv_cache import KVCache, layer_formats
+from hf_paged.kv_cache import KVCache
+from hf_paged.kv_protection import plan_layers
+from hf_paged.kv_scales import KVScales
 from hf_paged.layer_probe import LayerSpec
 
 
@@ -21,11 +23,13 @@ class PageStore:
     """Blocks and their bytes, shared by a cache and its copies. A layer's pages are made when it first writes.
 
     Args:
-        config: block_size, kv_cache_dtype, skip_layers and num_blocks are read; `num_blocks` None lets the store grow.
+        config: block_size, num_blocks and what `plan_layers` reads; `num_blocks` None lets the store grow.
+        scales: how to smooth, None: not at all.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, scales: KVScales | None = None) -> None:
         self.config = config
+        self._scales = scales
         self.pool = BlockPool(config.num_blocks or 2)
         self.enough = 0  # blocks that the call at hand can use at most: growth by doubling stops there
         self._layers: dict[int, KVCache] = {}
@@ -59,8 +63,7 @@ class PageStore:
         )
         store = self._layers.get(layer_idx)
         if store is None:
-            skipped = [i for i in self.config.skip_layers if i == layer_idx]
-            formats = layer_formats([spec], self.config.kv_cache_dtype, skipped)
+            formats = plan_layers([spec], self.config, self._scales).formats
             size = {"num_blocks": self.pool.num_blocks, "block_size": self.config.block_size}
             self._layers[layer_idx] = store = KVCache([spec], formats, **size)
         elif store.specs[0] != spec:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_paged.attention import AttentionCall
 from hf_paged.cache_pages import CachePages, tag
 from hf_paged.config import EngineConfig, refuse
+from hf_paged.kv_protection import scales_of_model
 from hf_paged.page_store import PageStore
 
 
@@ -83,9 +84,13 @@ class PagedCache(Cache):
         block_size: tokens per block.
         kv_cache_dtype: "auto" (the model's dtype), "fp8", "int8", "int4", or "k=int8,v=int4".
         skip_layers: layers that keep the model's dtype.
+        kv_scales: smoothing before quantization: "auto" calibrates the model (a config alone has nothing to run, and
+            nothing is smoothed), "off", or a file that `hf-paged calibrate` wrote.
+        kv_error_budget: relative error of a layer's output over which it is stored finer; "auto" or "off".
         num_blocks: size of the pool, the null block included; None lets it grow.
 
     Raises:
+        OSError: `kv_scales` is a file that is not there.
         ValueError: an option is out of range, or `skip_layers` names a layer that does not exist.
     """
 
@@ -96,18 +101,26 @@ class PagedCache(Cache):
         block_size: int = 32,
         kv_cache_dtype: str = "auto",
         skip_layers: Sequence[int] = (),
+        kv_scales: str = "auto",
+        kv_error_budget: float | Literal["auto", "off"] = "auto",
         num_blocks: int | None = None,
     ) -> None:
         config = model.config if isinstance(model, PreTrainedModel) else model
         text = config.get_text_config(decoder=True)
         options = EngineConfig(
-            block_size=block_size, kv_cache_dtype=kv_cache_dtype, skip_layers=tuple(skip_layers), num_blocks=num_blocks
+            block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
+            skip_layers=tuple(skip_layers),
+            kv_scales=kv_scales,
+            kv_error_budget=kv_error_budget,
+            num_blocks=num_blocks,
         )
         if max(options.skip_layers, default=0) >= text.num_hidden_layers:
             refuse("skip_layers", options.skip_layers, f"layers 0..{text.num_hidden_layers - 1} of this model")
         # Latent attention (MLA) stores what it expands only later: its attention cannot read pages.
         attends = getattr(text, "kv_lora_rank", None) is None
-        self._attach(CachePages(PageStore(options), attends=attends), text.num_hidden_layers)
+        scales = scales_of_model(model, options) if isinstance(model, PreTrainedModel) and attends else None
+        self._attach(CachePages(PageStore(options, scales), attends=attends), text.num_hidden_layers)
 
     def _attach(self, pages: CachePages, num_layers: int) -> None:
         super().__init__(layers=[PagedLayer(pages, i) for i in range(num_layers)])

@@ -64,7 +64,8 @@ for codes, code_max, rope, norm, transform in (
                "k_stride", "k_scale_stride", "v_stride", "v_scale_stride"]
     shape = dict(Q_HEADS=32, KV_HEADS=8, HEAD_DIM=128, V_DIM=128, BLOCK_D=128, BLOCK_V=128, Q_ROWS=16, KV_ROWS=8,
                  BLOCK_SIZE=32)
-    constants = dict(**shape, **rope, **transform, NORM=norm, OFFSET=0.0, CAST_FIRST=norm, K_CODE_MAX=code_max, V_CODE_MAX=code_max)
+    constants = dict(**shape, **rope, **transform, NORM=norm, OFFSET=0.0, CAST_FIRST=norm, K_CODE_MAX=code_max,
+                     V_CODE_MAX=code_max)
     ptx = build(_rope_write, pointers, strides, ["q_eps", "k_eps"], constants, 4, ones=["angle_stride"])
     if rope is FULL:
         assert not re.findall(r"ld\\.global\\S*16 ", ptx), ptx  # 2-byte loads
