@@ -70,6 +70,8 @@ def fp8_tensors(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> dict[str, 
 def quantization_config(config: QuantizeConfig, plain: Sequence[str], head: str | None) -> dict[str, Any]:
     """The `quantization_config` of config.json. `plain`: weights inside decoder layers that are not quantized, and
     `head`, the output embeddings, by their names in the files."""
+    # the rule that GPTQModel reads for both methods, and vLLM for GPTQ
+    dynamic = {"dynamic": {f"-:^{re.escape(name)}$": {} for name in plain}} if plain else {}
     if config.format == "awq":
         return {
             "quant_method": "awq",
@@ -78,10 +80,11 @@ def quantization_config(config: QuantizeConfig, plain: Sequence[str], head: str 
             "group_size": config.group_size,
             "zero_point": True,  # a symmetric file holds the middle as its zero points: every reader takes those
             "modules_to_not_convert": list(plain) or None,
+            **dynamic,
         }
     if config.format == "compressed-tensors":
         return _compressed_tensors(config, [*([head] if head else []), *plain])
-    fields: dict[str, Any] = {
+    return {
         "quant_method": "gptq",
         "bits": config.bits,
         "group_size": config.group_size,
@@ -97,10 +100,8 @@ def quantization_config(config: QuantizeConfig, plain: Sequence[str], head: str 
             "static_groups": config.static_groups,
             "true_sequential": config.true_sequential,
         },
+        **dynamic,
     }
-    if plain:
-        fields["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in plain}
-    return fields
 
 
 def _compressed_tensors(config: QuantizeConfig, ignore: Sequence[str]) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def check_space(output: Path, needed: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OSError(
-            f"quantizing to {output} needs about {needed / 2**30:.2f} GiB, {parent} has {free / 2**30:.2f} left"
+            f"output={str(output)!r} needs about {needed / 2**30:.2f} GiB, {parent} has {free / 2**30:.2f} GiB left"
         )
 
 
