@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall
 from hf_paged.forward_trace import TracedCall, amplified, same_tensor, trace_forward
-from hf_paged.fused_modules import FusedLayer, FusedNorm, RotaryCall, RotaryContext, first_output
+from hf_paged.fused_modules import FusedLayer, FusedLinear, FusedNorm, RotaryCall, RotaryContext, first_output
 from hf_paged.fusion_patterns import (
     NotFused,
     check_unwrapped,
@@ -45,7 +45,7 @@ from hf_paged.kernels.reference_fused import RMSNorm
 _LOUD_ATTENTION = 500.0
 _LOUD_MLP = 60.0
 
-COMPONENTS = ("RMSNorm", "MLP", "attention", "decoder layer", "joined projections")
+COMPONENTS = ("RMSNorm", "MLP", "attention", "decoder layer", "joined projections", "linear")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,9 @@ class _Pass:
                 self._try("decoder layer", call, self._layer)
             elif call.children and not is_norm_candidate(call.module):
                 self._try("MLP", call, self._mlp, quiet=call.module not in sub_layers)
+        for call in calls.values():  # last: a linear that somebody hangs on is not joined
+            if type(call.module) is nn.Linear:
+                self._try("linear", call, self._linear)
         self._hand_norms_on()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the joined weights left behind is for the KV cache
@@ -157,6 +160,13 @@ class _Pass:
         norm = RMSNorm(weight=weight, eps=form.eps, offset=form.offset, cast_first=form.cast_first)
         self._replace(call, FusedNorm(norm=norm), call.kwargs)
         self._norms[module] = norm
+
+    def _linear(self, call: TracedCall) -> None:
+        module = call.module
+        assert isinstance(module, nn.Linear)
+        if type(module.weight.data) is not Tensor:
+            raise NotFused(f"its weight is a {type(module.weight.data).__name__}")
+        self._replace(call, FusedLinear(weight=module.weight, bias=module.bias), call.kwargs)
 
     def _mlp(self, call: TracedCall) -> None:
         fused, reason = recognise_mlp(call, self._shared)

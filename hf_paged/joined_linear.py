@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_paged.kernels.fused_ops import linear
 from hf_paged.quant.joined_packed import JoinedPackedLinear
 from hf_paged.quant.joined_packed import obstacle as packed_obstacle
 from hf_paged.quant.linear import PackedLinear
@@ -35,7 +35,7 @@ class JoinedLinear:
         self._bias = join_parameters(biases) if biases else None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        return F.linear(x, self._weight, self._bias).split(self._sizes, -1)
+        return linear(x, self._weight, self._bias).split(self._sizes, -1)
 
 
 class SeparateLinears:

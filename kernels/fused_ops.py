@@ -6,12 +6,26 @@ for inference: no gradients.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hf_paged.kernels import reference_fused
 from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.kernels.layout import LayerKV
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
+
+
+_FEW_ROWS = 16  # at most so many rows are bound by reading the weight: there our kernel is 5 to 20% faster than cuBLAS
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x` `[..., K]` times `weight` `[N, K]` transposed, plus `bias` `[N]`."""
+    few = x.numel() <= _FEW_ROWS * x.shape[-1]
+    if not (few and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.numel() > 0):
+        return torch.nn.functional.linear(x, weight, bias)
+    from hf_paged.kernels.few_rows_linear import few_rows_linear  # Triton exists on Linux only
+
+    return few_rows_linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 
 
 def rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
