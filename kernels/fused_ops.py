@@ -14,7 +14,6 @@ from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.kernels.layout import LayerKV
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
 
-
 _FEW_ROWS = 16  # at most so many rows are bound by reading the weight: there our kernel is 5 to 20% faster than cuBLAS
 
 
