@@ -49,7 +49,9 @@ def measure_online(
     engine_options: dict[str, Any] | None = None,
     repeats: int = 1,
 ) -> tuple[Machine, OnlineResult]:
-    """Serve `workload` with its requests arriving at `rate` per second, after one warm-up run; every run starts cold.
+    """Serve `workload` with its requests arriving at `rate` per second; every run starts cold.
+
+    A warm-up run, in which all arrive at once, captures graphs and compiles kernels.
 
     Raises:
         ValueError: `rate` is not positive, or the workload is longer than the model's context.
@@ -59,7 +61,8 @@ def measure_online(
     llm = make_llm(model, workload, engine_options or {})
     machine = measure_machine(model.device, model.dtype)
     prompts, arrivals = workload.prompts(llm.engine.vocab_size), _arrivals(len(workload.prompt_lens), rate)
-    runs = [_serve(llm, workload, prompts, arrivals) for _ in range(repeats + 1)][1:]
+    _serve(llm, workload, prompts, _arrivals(len(prompts), math.inf))
+    runs = [_serve(llm, workload, prompts, arrivals) for _ in range(repeats)]
     first = np.concatenate([[times[0] for times in run] for run in runs]) * 1e3
     between = np.concatenate([np.diff(times) for run in runs for times in run]) * 1e3
     spans = [max(a + times[-1] for a, times in zip(arrivals, run, strict=True)) for run in runs]
