@@ -1,14 +1,16 @@
 """Which format each layer is stored in: the one asked for, or a finer one where that would err too much.
 
-A calibration (`kv_calibration.py`) says what each format costs a layer's output. A side (K or V) of a layer over the
-budget takes the next finer format, int4 -> int8 -> the model's dtype, fp8 -> the model's dtype. All layers go on
-sharing one block table, since each has bytes of its own in a block. `skip_layers` and `kv_error_budget="off"` have the
-last word.
+A calibration (`kv_calibration.py`) says what each format costs a layer's output. Errors of layers add up in squares, so
+the budget is for the root mean square over all layers. While they are over it, the side (K or V) of the layer that
+gains most per byte takes the next finer format: int4 -> int8 -> the model's dtype, fp8 -> the model's dtype. All layers
+go on sharing one block table, since each has bytes of its own in a block. `skip_layers` and `kv_error_budget="off"`
+have the last word.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +28,13 @@ from hf_paged.packed_model import PackedModel
 
 logger = logging.getLogger(__name__)
 
-_FINER = {"int4": ("int4", "int8", "auto"), "int8": ("int8", "auto"), "fp8": ("fp8", "auto"), "auto": ("auto",)}
+# Formats by what a channel costs, in bits; a 16-bit scale (and zero) is shared by about 64 channels.
+_BITS = {"int4": 4.5, "fp8": 8.25, "int8": 8.25, "auto": 16.0}
+_FINER = {"int4": "int8", "int8": "auto", "fp8": "auto"}
 
-# Relative error of a layer's output that "auto" allows a side in a format. Well over what layers of ordinary models
-# have (docs/quality.md), well under what layers have that were seen to cost perplexity.
-ERROR_BUDGETS = {"int8": 0.03, "fp8": 0.1, "int4": 0.12}
+# What "auto" allows each side, as a share of the output; both sides together their root sum of squares. Perplexity was
+# seen to grow by 1 to 2.7% for every 0.01 of the mean square (docs/quality.md): int4 may cost 1.3%, int8 some 0.1%.
+ERROR_BUDGETS = {"int8": 0.02, "fp8": 0.03, "int4": 0.05, "auto": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,6 @@ class LayerChoice:
     k_format: str
     v_format: str
     asked: tuple[str, str]
-    error: float | None  # relative, of the layer's output in the formats asked for; None: not measured
 
     @property
     def is_protected(self) -> bool:
@@ -97,12 +100,15 @@ def scales_of(model: PreTrainedModel, packed: PackedModel, config: EngineConfig)
         return None
     if config.kv_scales != "auto":
         return load_kv_scales(config.kv_scales, packed.specs)
-    k_formats, v_formats = (
-        [name for name in _FINER[side] if name != "auto"] for side in parse_kv_cache_dtype(config.kv_cache_dtype)
-    )
+    k_formats, v_formats = (_measured(side) for side in parse_kv_cache_dtype(config.kv_cache_dtype))
     if not k_formats and not v_formats:
         return None
     return CALIBRATIONS.get(model, packed, k_formats, v_formats)
+
+
+def _measured(asked: str) -> list[str]:
+    """A format and the finer ones that a layer may take instead, less the model's dtype."""
+    return [] if asked == "auto" else [asked, *_measured(_FINER[asked])]
 
 
 def scales_of_model(model: PreTrainedModel, config: EngineConfig) -> KVScales | None:
@@ -125,42 +131,59 @@ def scales_of_model(model: PreTrainedModel, config: EngineConfig) -> KVScales | 
 
 def plan_layers(specs: Sequence[LayerSpec], config: EngineConfig, scales: KVScales | None) -> KVPlan:
     """The storage of the layers `specs` (all of a model, or some) under `config`."""
-    choices = tuple(_choose(spec, config, scales) for spec in specs)
+    asked = {
+        spec.layer_idx: ("auto", "auto")
+        if spec.layer_idx in config.skip_layers
+        else parse_kv_cache_dtype(config.kv_cache_dtype)
+        for spec in specs
+    }
+    chosen = dict(asked)
+    if scales is not None and config.kv_error_budget != "off":
+        chosen = _within_budget(config, scales)
     formats = {}
-    for spec, choice in zip(specs, choices, strict=True):
-        pair = layer_formats([spec], _pair(choice.k_format, choice.v_format))[spec.layer_idx]
+    for spec in specs:
+        k_format, v_format = chosen[spec.layer_idx]
+        pair = layer_formats([spec], _pair(k_format, v_format))[spec.layer_idx]
         transform = None
         if scales is not None:
-            transform = transform_of(spec, choice.k_format, choice.v_format, scales.layers[spec.layer_idx])
+            transform = transform_of(spec, k_format, v_format, scales.layers[spec.layer_idx])
         formats[spec.layer_idx] = replace(pair, transform=transform)
-    return KVPlan(choices=choices, formats=formats, source="not smoothed" if scales is None else scales.source)
+    choices = (
+        LayerChoice(layer_idx=i, k_format=chosen[i][0], v_format=chosen[i][1], asked=pair) for i, pair in asked.items()
+    )
+    return KVPlan(choices=tuple(choices), formats=formats, source="not smoothed" if scales is None else scales.source)
 
 
-def _choose(spec: LayerSpec, config: EngineConfig, scales: KVScales | None) -> LayerChoice:
+def _within_budget(config: EngineConfig, scales: KVScales) -> dict[int, tuple[str, str]]:
+    """The formats of K and V by layer: one side of one layer is refined after the other until the budget holds."""
     asked = parse_kv_cache_dtype(config.kv_cache_dtype)
-    if spec.layer_idx in config.skip_layers:
-        asked = ("auto", "auto")
-    k_format, v_format = asked
-    error = None
-    if scales is not None:
-        layer = scales.layers[spec.layer_idx]
-        error = layer.error(*asked)
-        if config.kv_error_budget != "off":
-            k_errors = {name: side.error for name, side in layer.keys.items()}
-            v_errors = {name: side.error for name, side in layer.values.items()}
-            k_format, v_format = (
-                _within_budget(side, errors, config) for side, errors in ((k_format, k_errors), (v_format, v_errors))
-            )
-    return LayerChoice(layer_idx=spec.layer_idx, k_format=k_format, v_format=v_format, asked=asked, error=error)
+    budget = config.kv_error_budget
+    allowed = math.hypot(*(ERROR_BUDGETS[name] for name in asked)) if isinstance(budget, str) else budget
+    sides = {
+        (index, side): found
+        for index, layer in scales.layers.items()
+        if index not in config.skip_layers
+        for side, found in enumerate((layer.keys, layer.values))
+    }
+    chosen = {at: asked[at[1]] for at in sides}
 
+    def square(at: tuple[int, int], name: str) -> float:
+        """Of the error of a side in a format; a format that was not measured there is none to choose."""
+        return 0.0 if name == "auto" else sides[at][name].error ** 2 if name in sides[at] else math.inf
 
-def _within_budget(asked: str, errors: Mapping[str, float], config: EngineConfig) -> str:
-    """The first of `asked` and the finer formats that errs no more than the budget."""
-    for name in _FINER[asked]:
-        budget = ERROR_BUDGETS.get(name) if config.kv_error_budget == "auto" else config.kv_error_budget
-        if name == "auto" or (name in errors and errors[name] <= float(budget or 0.0)):
-            return name
-    raise AssertionError(asked)
+    def gain(at: tuple[int, int]) -> float:
+        now, finer = chosen[at], _FINER[chosen[at]]
+        return (square(at, now) - square(at, finer)) / (_BITS[finer] - _BITS[now])
+
+    while True:
+        total = sum(square(at, name) for at, name in chosen.items())
+        refinable = [at for at, name in chosen.items() if name in _FINER]
+        if not refinable or total <= allowed**2 * len(scales.layers):
+            break
+        worst = max(refinable, key=gain)
+        chosen[worst] = _FINER[chosen[worst]]
+    pairs = dict.fromkeys(scales.layers, ("auto", "auto"))
+    return {**pairs, **{index: (chosen[index, 0], chosen[index, 1]) for index, side in chosen if side == 0}}
 
 
 def _pair(k_format: str, v_format: str) -> str:
