@@ -8,7 +8,8 @@ K beside a 16-bit V is a plain combination of two values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,6 +132,7 @@ class AttentionMetadata:
     num_decodes: int
     max_seqlen_q: int
     max_seq_len: int
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # worked out once for all layers
 
     @property
     def num_seqs(self) -> int:

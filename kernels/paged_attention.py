@@ -25,7 +25,9 @@ def paged_attention(
     of a bucketed step) become zeros.
     """
     if not query.is_cuda:
-        return reference.paged_attention(query, layer, meta, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return reference.paged_attention(
+            query, layer, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, fast=True
+        )
     from hf_paged.kernels.decode_attention import decode_attention  # Triton exists on Linux only
     from hf_paged.kernels.prefill_attention import prefill_attention
 

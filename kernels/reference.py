@@ -9,6 +9,8 @@ live pages once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -114,11 +116,12 @@ def write_kv(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -
 
     A slot is block * block_size + offset; -1 stores nothing. Codes are those of `quantize_rows`, `quantize_groups`.
     """
-    live = slot_mapping >= 0
-    slots = slot_mapping[live]
-    blocks = torch.div(slots, layer.block_size, rounding_mode="floor")
-    offsets = slots - blocks * layer.block_size
-    for pages, rows in ((layer.k, key[live]), (layer.v, value[live])):
+    if bool((slot_mapping < 0).any()):
+        live = slot_mapping >= 0
+        key, value, slot_mapping = key[live], value[live], slot_mapping[live]
+    blocks = torch.div(slot_mapping, layer.block_size, rounding_mode="floor")
+    offsets = slot_mapping - blocks * layer.block_size
+    for pages, rows in ((layer.k, key), (layer.v, value)):
         if isinstance(pages, PlainPages):
             pages.data[blocks, :, offsets] = rows.to(pages.data.dtype)
         elif isinstance(pages, GroupPages):
@@ -139,6 +142,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    fast: bool = False,
 ) -> Tensor:
     """Causal attention of `query` over the pages of its sequences.
 
@@ -150,58 +154,89 @@ def paged_attention(
         scale: multiplies q . k.
         softcap: scores become `softcap * tanh(score / softcap)` before masking (Gemma 2).
         sinks: `[heads]` logits that join the softmax denominator only (GPT-OSS).
+        fast: 16-bit queries on pages of their dtype are not widened where torch's sdpa takes them as they are. It sums
+            in fp32 and rounds probabilities to 16 bits, as for dense attention.
 
     Returns:
         `[T, heads, v_head_dim]` in the dtype of `query`.
     """
     kv_heads = layer.k.tensor.shape[1]
     compute = torch.promote_types(query.dtype, torch.float32)
-    q = (query.to(compute) * scale).unflatten(1, (kv_heads, -1))  # [T, kv_heads, group, head_dim]
+    if fast and softcap is None and sinks is None and all(_holds(pages, query.dtype) for pages in (layer.k, layer.v)):
+        compute = query.dtype
+    q = query.to(compute).unflatten(1, (kv_heads, -1))  # [T, kv_heads, group, head_dim]
     if sinks is not None:
         sinks = sinks.to(compute).view(kv_heads, -1)
-    out = query.new_zeros(*query.shape[:2], layer.v.head_dim)
     num_decodes = meta.num_decodes
+    out = query.new_zeros(*query.shape[:2], layer.v.head_dim)
     if num_decodes:
-        out[:num_decodes] = _decode(q[:num_decodes], layer, meta, window, softcap, sinks)
+        decoded = _decode(q[:num_decodes], layer, meta, scale, window, softcap, sinks)
+        if num_decodes == len(query):
+            return decoded.to(query.dtype)
+        out[:num_decodes] = decoded
     starts = meta.cu_seqlens_q.tolist()
     seq_lens = meta.seq_lens.tolist()
     for i in range(num_decodes, meta.num_seqs):
         rows = slice(starts[i], starts[i + 1])
         if rows.stop > rows.start and seq_lens[i]:
-            out[rows] = _prefill(q[rows], layer, meta.block_tables[i], seq_lens[i], window, softcap, sinks)
+            out[rows] = _prefill(q[rows], layer, meta.block_tables[i], seq_lens[i], scale, window, softcap, sinks)
     return out
 
 
-def _decode(
-    q: Tensor, layer: LayerKV, meta: AttentionMetadata, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """One query per sequence: `q` `[B, kv_heads, group, head_dim]` -> `[B, heads, v_head_dim]`."""
-    seq_lens = meta.seq_lens[: q.shape[0]].long()
+@dataclass(frozen=True, kw_only=True)
+class _DecodeKeys:
+    """The keys that a step's single queries see: the same in all layers of one window."""
+
+    table: Tensor  # [B, blocks] int64, 0 where a block holds no visible key
+    length: int  # keys per row, from the first block of `table` on
+    mask: Tensor | None  # [B, 1, 1, length] bool, True = visible; None = all are
+    unused: Tensor  # [n] int64, slots of `table` that are masked and may hold NaN, counted over [B, blocks, block_size]
+    empty: Tensor  # [n] int64, rows that see no key
+
+
+def _decode_keys(meta: AttentionMetadata, block_size: int, window: int | None) -> _DecodeKeys:
+    seq_lens = meta.seq_lens[: meta.num_decodes].long()
     shortest, longest = int(seq_lens.min()), int(seq_lens.max())
-    first = max(shortest - window, 0) // layer.block_size if window else 0
-    table = meta.block_tables[: q.shape[0], first : -(-longest // layer.block_size)].long()
-    if table.shape[1] == 0:
-        return q.new_zeros(q.shape[0], q.shape[1] * q.shape[2], layer.v.head_dim)
-    if shortest == longest and not window and softcap is None and sinks is None:  # every key is seen: no mask to build
-        k, v = (gather_pages(pages, table, q.dtype)[:, :, :longest] for pages in (layer.k, layer.v))
-        return F.scaled_dot_product_attention(q, k, v, scale=1.0).flatten(1, 2)
-    positions = torch.arange(first * layer.block_size, longest, device=q.device)
+    first = max(shortest - window, 0) // block_size if window else 0
+    table = meta.block_tables[: meta.num_decodes, first : -(-longest // block_size)].long()
+    length = longest - first * block_size
+    none = seq_lens.new_empty(0)
+    if shortest == longest and (not window or longest <= window):
+        return _DecodeKeys(table=table, length=length, mask=None, unused=none, empty=none)
+    positions = torch.arange(first * block_size, (first + table.shape[1]) * block_size, device=table.device)
     mask = positions < seq_lens[:, None]
     if window:
         mask &= positions >= seq_lens[:, None] - window
-    ragged = not bool(mask.all())
-    if ragged:  # blocks without a visible key may belong to others: read the null block's zeros instead
-        seen = F.pad(mask, (0, table.shape[1] * layer.block_size - mask.shape[1]))
-        seen = seen.unflatten(1, (-1, layer.block_size)).any(-1)
-        table = table.masked_fill(~seen, 0)
-    k, v = (gather_pages(pages, table, q.dtype)[:, :, : len(positions)] for pages in (layer.k, layer.v))
-    if ragged:  # what is left are unused slots of blocks in use, which may hold NaN
-        unused = ~mask & seen.repeat_interleave(layer.block_size, 1)[:, : mask.shape[1]]
-        rows, columns = unused.nonzero(as_tuple=True)  # indices: a boolean mask would pass over all keys
-        k[rows, :, columns] = 0.0
-        v[rows, :, columns] = 0.0
-    out = _attend(q, k, v, mask[:, None, None, :], softcap, sinks)
-    out[seq_lens == 0] = 0.0
+    seen = mask.unflatten(1, (-1, block_size)).any(-1)
+    return _DecodeKeys(
+        table=table.masked_fill(~seen, 0),  # blocks with no visible key may be another's: read the null block's zeros
+        length=length,
+        mask=mask[:, None, None, :length],
+        unused=(~mask & seen.repeat_interleave(block_size, 1)).flatten().nonzero()[:, 0],
+        empty=(seq_lens == 0).nonzero()[:, 0],
+    )
+
+
+def _decode(
+    q: Tensor,
+    layer: LayerKV,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One query per sequence: `q` `[B, kv_heads, group, head_dim]` -> `[B, heads, v_head_dim]`."""
+    which = ("decode keys", layer.block_size, window)
+    if which not in meta.derived:
+        meta.derived[which] = _decode_keys(meta, layer.block_size, window)
+    keys: _DecodeKeys = meta.derived[which]
+    if keys.table.shape[1] == 0:
+        return q.new_zeros(q.shape[0], q.shape[1] * q.shape[2], layer.v.head_dim)
+    k, v = (gather_pages(pages, keys.table, q.dtype, blank=keys.unused) for pages in (layer.k, layer.v))
+    out = _attend(q, k[:, :, : keys.length], v[:, :, : keys.length], keys.mask, scale, softcap, sinks)
+    if len(keys.empty):
+        out[keys.empty] = 0.0
     return out.flatten(1, 2)
 
 
@@ -210,6 +245,7 @@ def _prefill(
     layer: LayerKV,
     table: Tensor,
     seq_len: int,
+    scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
@@ -227,7 +263,7 @@ def _prefill(
     q = q.permute(1, 2, 0, 3)  # [kv_heads, group, q_len, head_dim]
     fused = softcap is None and sinks is None and v.shape[-1] == head_dim  # torch's blockwise kernel: no score scratch
     if fused and window is None and history == 0:
-        return _attend(q, k, v, None, None, None).permute(2, 0, 1, 3).flatten(1, 2)
+        return _attend(q, k, v, None, scale, None, None, causal=True).permute(2, 0, 1, 3).flatten(1, 2)
     out = []
     chunk = min(max(SCRATCH_ELEMENTS // (heads * (seq_len - start)), 32), 256)
     for i in range(0, q_len, chunk):
@@ -240,21 +276,31 @@ def _prefill(
         if window:
             mask &= key_positions > query_positions - window
         keys = slice(low - start, end - start)
-        out.append(_attend(rows, k[:, :, keys], v[:, :, keys], mask, softcap, group_sinks))
+        out.append(_attend(rows, k[:, :, keys], v[:, :, keys], mask, scale, softcap, group_sinks))
     return torch.cat(out, 2).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    *,
+    causal: bool = False,
 ) -> Tensor:
-    """Softmax attention of pre-scaled `q` `[N, H, n, D]` on `k`, `v` `[N, H or 1, L, D]`; `mask` None means causal."""
-    if mask is None or (softcap is None and sinks is None):
+    """Softmax attention of `q` `[N, H, n, D]` on `k`, `v` `[N, H or 1, L, D]`; `mask` None: every key is seen."""
+    if softcap is None and sinks is None:
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
-    scores = q @ k.transpose(-1, -2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    assert not causal
+    scores = (q @ k.transpose(-1, -2)).mul_(scale)
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
-    scores.masked_fill_(~mask, float("-inf"))
+    if mask is not None:
+        scores.masked_fill_(~mask, float("-inf"))
     if sinks is None:
         return scores.softmax(-1) @ v
     top = torch.maximum(scores.amax(-1), sinks)
@@ -262,13 +308,30 @@ def _attend(
     return (probs @ v) / (probs.sum(-1) + (sinks - top).exp()).unsqueeze(-1)
 
 
-def gather_pages(pages: Pages, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of the blocks in `table` `[B, blocks]` as `[B, kv_heads, keys, head_dim]` of `dtype`."""
-    heads = torch.arange(pages.tensor.shape[1], device=table.device)[:, None]
-    table = table[:, None, :]
+def _holds(pages: Pages, dtype: torch.dtype) -> bool:
+    return isinstance(pages, PlainPages) and pages.data.dtype == dtype
+
+
+def gather_pages(pages: Pages, table: Tensor, dtype: torch.dtype, *, blank: Tensor | None = None) -> Tensor:
+    """The values of the blocks in `table` `[B, blocks]` as `[B, kv_heads, keys, head_dim]` of `dtype`.
+
+    Args:
+        blank: `[n]` int64 slots, counted over `[B, blocks, block_size]`, that are zero in the result.
+    """
     if isinstance(pages, PlainPages):
-        return pages.data[table, heads].to(dtype).flatten(2, 3)
-    if isinstance(pages, GroupPages):
-        return dequantize_groups(pages.codes[table, heads], pages.scale[table, heads]).to(dtype).flatten(2, 3)
-    codes = pages.codes.view(torch.int8)[table, heads].view(pages.codes.dtype)
-    return dequantize(codes, pages.scale[table, heads]).to(dtype).flatten(2, 3)
+        values = _gather(pages.data, table).to(dtype)
+    elif isinstance(pages, GroupPages):
+        values = dequantize_groups(_gather(pages.codes, table), _gather(pages.scale, table)).to(dtype)
+    else:
+        codes = _gather(pages.codes.view(torch.int8), table).view(pages.codes.dtype)
+        values = dequantize(codes, _gather(pages.scale, table)).to(dtype)
+    if blank is not None and len(blank):
+        values.flatten(1, 3).index_fill_(1, blank, 0.0)
+    return values.flatten(2, 3).transpose(0, 1)
+
+
+def _gather(x: Tensor, table: Tensor) -> Tensor:
+    """Blocks of `x` `[num_blocks, kv_heads, ...]` as `[kv_heads, *table.shape, ...]`: one pass, in the order of use."""
+    out = x.new_empty(x.shape[1], table.numel(), *x.shape[2:])
+    torch.index_select(x, 0, table.flatten(), out=out.transpose(0, 1))
+    return out.unflatten(1, table.shape)

@@ -50,7 +50,7 @@ class Rope:
 def rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
     """`x` `[..., N]` normalised, in its dtype."""
     h = x.float()
-    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + norm.eps)
+    h = h * h.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
     if norm.cast_first:
         return (norm.weight + norm.offset if norm.offset else norm.weight) * h.to(x.dtype)
     return (h * (norm.offset + norm.weight.float())).to(x.dtype)
@@ -85,9 +85,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
     c, s = (table[:, columns].unsqueeze(1).to(compute) for table in (cos, sin))
     head, tail = x[..., : rope.rotary_dim].to(compute), x[..., rope.rotary_dim :]
     first, second = (head[..., 0::2], head[..., 1::2]) if rope.interleaved else head.split(half, -1)
-    pair = (first * c - second * s, second * c + first * s)
-    rotated = torch.stack(pair, -1).flatten(-2) if rope.interleaved else torch.cat(pair, -1)
-    return torch.cat((rotated.to(x.dtype), tail), -1)
+    pair = (torch.addcmul(first * c, second, s, value=-1), torch.addcmul(second * c, first, s))
+    rotated = (torch.stack(pair, -1).flatten(-2) if rope.interleaved else torch.cat(pair, -1)).to(x.dtype)
+    return torch.cat((rotated, tail), -1) if tail.shape[-1] else rotated
 
 
 def rope_write(
@@ -121,7 +121,8 @@ def rope_write(
     """
     if q_norm is not None and k_norm is not None:
         query, key = rms_norm(query, q_norm), rms_norm(key, k_norm)
-    query, key = rotate(query, cos, sin, rope), rotate(key, cos, sin, rope)
+    heads = (query.shape[1], key.shape[1])
+    query, key = rotate(torch.cat((query, key), 1), cos, sin, rope).split(heads, 1)
     if (transform := layer.transform) is not None:
         query, key, value = transform.query(query), transform.stored_key(key), transform.stored_value(value)
     reference.write_kv(layer, key, value, slot_mapping)

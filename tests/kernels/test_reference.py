@@ -193,6 +193,18 @@ def test_bf16_queries_are_computed_in_fp32_and_rounded_once() -> None:
     assert ((result.double() - expected).abs() <= expected.abs() * 2**-8 + 1e-5).all()
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 20}, {"k_format": torch.int8}, {"softcap": 5.0, "sinks": True}], ids=str
+)
+def test_queries_that_are_not_widened_round_their_probabilities_and_nothing_else(options: dict) -> None:
+    """Scores in bf16 would be off by 2^-8 of themselves, and e^0.1 is not 1."""
+    shape = Shape(**MIXED, **{"dtype": torch.bfloat16, "k_format": torch.bfloat16, "group": 2, **options})
+    case = with_null_block(make_case(shape))
+    result = paged_attention(case.query, case.layer, case.meta, **case.options, fast=True)
+    assert result.dtype == torch.bfloat16
+    assert (result.double() - dense_attention(case)).abs().max() <= tolerance(shape)
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 20}, {"softcap": 5.0, "sinks": True}], ids=str)
 @pytest.mark.parametrize("format", [torch.float32, torch.int8, UINT4])
 def test_a_prompt_in_chunks_equals_the_prompt_at_once(format: torch.dtype, options: dict) -> None:
