@@ -21,8 +21,9 @@ from hf_paged.quant.rtn import check_weight, rtn
 from hf_paged.quant.weight import dequantize
 
 _RATIOS = 20  # exponents tried
-_CLIPS = 10  # ranges tried per group, down to _SMALLEST of the whole
-_SMALLEST = 0.5
+_CLIPS = 10  # values tried for each end of a group's range, down to _SMALLEST of the whole
+_SMALLEST = 0.55
+_ELEMENTS = 2**24  # weights searched at a time: bounds the temporaries to a few times 64 MB
 
 Loss = Callable[[list[Tensor]], float]
 
@@ -59,10 +60,10 @@ def awq_scales(
 
 
 def awq_clip(weight: Tensor, hessian: Hessian, grid: Grid) -> Tensor:
-    """`[N, K]` clamped, each group at the magnitude that makes the error of its own part of the output least.
+    """`[N, K]` clamped, each group to the range that makes the error of its own part of the output least.
 
-    `weight` and `hessian` are already scaled. Published AWQ leaves q_proj and k_proj alone: their product, not each
-    output, is what counts. Raises ValueError as `awq_scales`.
+    The two ends of an asymmetric grid's range are searched apart. `weight` and `hessian` are already scaled. Published
+    AWQ leaves q_proj and k_proj alone: their product, not each output, is what counts. Raises as `awq_scales`.
     """
     check_weight(weight, grid.scales_dtype)
     check_divides(weight, grid)
@@ -70,17 +71,33 @@ def awq_clip(weight: Tensor, hessian: Hessian, grid: Grid) -> Tensor:
     size = grid.group(k)
     columns = weight.float().t().reshape(-1, size, n)
     blocks = hessian.matrix.view(k // size, size, k // size, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    reach = columns.abs().amax(1)
-    best, least = reach, None
-    for shrink in torch.linspace(1, _SMALLEST, _CLIPS + 1).tolist():
-        limit = (reach * shrink)[:, None]
-        wrong = _round_groups(columns.clamp(-limit, limit), grid) - columns
-        error = (torch.bmm(blocks, wrong) * wrong).sum(1)
+    step = max(1, _ELEMENTS // (size * n))
+    parts = [
+        _clipped(columns[at : at + step].contiguous(), blocks[at : at + step], grid)
+        for at in range(0, columns.shape[0], step)
+    ]
+    return torch.cat(parts).view(k, n).t().to(weight.dtype)
+
+
+def _clipped(groups: Tensor, blocks: Tensor, grid: Grid) -> Tensor:
+    """`groups [groups, columns, N]` clamped; `blocks [groups, columns, columns]` are the Hessian's of each group."""
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    if grid.sym:
+        high = torch.maximum(-low, high)
+        low = -high
+    shrinks = torch.linspace(1, _SMALLEST, _CLIPS).tolist()
+    pairs = [(s, s) for s in shrinks] if grid.sym else [(s, t) for s in shrinks for t in shrinks]
+    best_low, best_high, least = low, high, None
+    for down, up in pairs:
+        wrong = _round_groups(groups.clamp(low * down, high * up), grid) - groups
+        error = (torch.bmm(blocks, wrong) * wrong).sum(1, keepdim=True)
         if least is None:
             least = error
         better = error < least
-        best, least = torch.where(better, limit[:, 0], best), torch.where(better, error, least)
-    return columns.clamp(-best[:, None], best[:, None]).view(k, n).t().to(weight.dtype)
+        least = torch.where(better, error, least)
+        best_low = torch.where(better, low * down, best_low)
+        best_high = torch.where(better, high * up, best_high)
+    return groups.clamp(best_low, best_high)
 
 
 def check_divides(weight: Tensor, grid: Grid) -> None:

@@ -112,7 +112,9 @@ def test_a_scaled_hessian_is_that_of_the_scaled_inputs() -> None:
 def test_clipping_never_adds_error_to_a_group_and_leaves_the_rest_alone() -> None:
     x, w, hessian = layer()
     w[3, 40] = 1.0  # an outlier on a channel that is small
+    before_clipping = w.clone()
     clipped = awq_clip(w, hessian, FOUR)
+    assert torch.equal(w, before_clipping)
     assert clipped.dtype == w.dtype and bool((clipped.abs() <= w.abs()).all()) and not torch.equal(clipped, w)
     for at in range(0, 128, 32):
         part = slice(at, at + 32)
