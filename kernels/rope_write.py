@@ -137,15 +137,16 @@ def _rope_write(
         q_head = tile * Q_ROWS + tl.arange(0, Q_ROWS)
         q_keep = q_head < Q_HEADS
         q_at = token * q_stride_t + q_head.to(tl.int64) * q_stride_h
+        q_mask = q_keep[:, None] & (d < HEAD_DIM)[None, :]
+        if TRANSFORM:  # read before the rows are: one latency, not two
+            per_head = (q_head // (Q_HEADS // KV_HEADS) * HEAD_DIM)[:, None] + d[None, :]
+            q_factor = tl.load(k_factor_ptr + per_head, mask=q_mask, other=0.0)
         q = _rotated_rows(
             q_ptr, q_at, q_keep, d, q_weight_ptr, cos_ptr, sin_ptr, angle_stride, q_eps,
             HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST,
         )  # fmt: skip
-        q_mask = q_keep[:, None] & (d < HEAD_DIM)[None, :]
         if TRANSFORM:
-            per_head = (q_head // (Q_HEADS // KV_HEADS) * HEAD_DIM)[:, None] + d[None, :]
-            q = q.to(tl.float32) * tl.load(k_factor_ptr + per_head, mask=q_mask, other=0.0)
-            q = hadamard_tile(q, K_ROTATION).to(out_ptr.dtype.element_ty)
+            q = hadamard_tile(q.to(tl.float32) * q_factor, K_ROTATION).to(out_ptr.dtype.element_ty)
         out = out_ptr + ((token * Q_HEADS + q_head) * HEAD_DIM)[:, None] + d[None, :]
         tl.store(out, q, mask=q_mask)
     else:
@@ -158,17 +159,18 @@ def _rope_write(
         row_in_block = head * BLOCK_SIZE + slot % BLOCK_SIZE
         if tile < Q_TILES + KV_TILES:
             k_at = token * k_stride_t + head.to(tl.int64) * k_stride_h
+            if TRANSFORM:
+                per_head = (head * HEAD_DIM)[:, None] + d[None, :]
+                inside = keep[:, None] & (d < HEAD_DIM)[None, :]
+                k_offset = tl.load(k_offset_ptr + per_head, mask=inside, other=0.0)
+                k_factor = tl.load(k_factor_ptr + per_head, mask=inside, other=1.0)
             k = _rotated_rows(
                 k_ptr, k_at, keep, d, k_weight_ptr, cos_ptr, sin_ptr, angle_stride, k_eps,
                 HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST,
             )  # fmt: skip
             k_mask = live[:, None] & (d < HEAD_DIM)[None, :]
             if TRANSFORM:
-                per_head = (head * HEAD_DIM)[:, None] + d[None, :]
-                inside = keep[:, None] & (d < HEAD_DIM)[None, :]
-                offset = tl.load(k_offset_ptr + per_head, mask=inside, other=0.0)
-                factor = tl.load(k_factor_ptr + per_head, mask=inside, other=1.0)
-                k = hadamard_tile((k.to(tl.float32) - offset) / factor, K_ROTATION)
+                k = hadamard_tile(tl.div_rn(k.to(tl.float32) - k_offset, k_factor), K_ROTATION)
             store_tile(
                 k, k_mask, live, k_pages_ptr, k_scale_ptr, block, row_in_block, k_stride, k_scale_stride,
                 d, HEAD_DIM, K_CODE_MAX,
