@@ -1,20 +1,21 @@
-"""Time the attention and write kernels of one GPU against its measured read bandwidth.
+"""Time the attention and write kernels of one GPU against its measured read bandwidth, or torch's flash attention.
 
-    python -m hf_paged.eval.kernels_bench --what decode --formats bf16,int8,fp8
-    python -m hf_paged.eval.kernels_bench --what decode --shape gqa8 --batch 64 --context 2048 --sweep
+    hf-paged bench kernels --what decode --format bf16 --format int8 --format fp8
+    hf-paged bench kernels --what decode --shape gqa8 --batch 64 --context 2048 --sweep
+    hf-paged bench kernels --what prefill --shape mha
 
 Every call of a captured graph uses other pages, rotated over at least four times the L2 cache, and a figure is the
-median over replays. Bytes are codes and scales of the live tokens: the ceiling is bytes / read bandwidth. Prints one
-table per kernel, then one JSON line per row.
+median over replays. Bytes are codes and scales of the live tokens: the ceiling is bytes / read bandwidth. A prompt's
+FLOPs are those of two products over half of the square.
 """
 
 from __future__ import annotations
 
-import argparse
+import inspect
 import itertools
-import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from hf_paged.kernels.decode_attention import DecodeConfig, choose_config, decode_attention
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV, Pages, PlainPages, ScaledPages
@@ -96,7 +98,7 @@ def bytes_per_token(pages: Pages) -> int:
 
 def build(
     batch: int, context: int, q_len: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int
-) -> tuple[list[Tensor], LayerKV, list[AttentionMetadata], int]:
+) -> tuple[Tensor, LayerKV, list[AttentionMetadata], int]:
     """Queries, pages and as many disjoint sets of block tables as exceed the L2 cache, and the bytes of one set."""
     blocks = -(-context // block_size)
     probe = random_pages(1, kv_heads, block_size, head_dim, dtype)
@@ -118,51 +120,109 @@ def build(
         for tables in ids
     ]
     query = torch.randn(batch * q_len, heads, head_dim, device="cuda").to(torch.bfloat16)
-    return [query], LayerKV(k=k, v=v), metas, traffic
+    return query, LayerKV(k=k, v=v), metas, traffic
 
 
-def decode_variants(default: DecodeConfig, block_size: int, programs: int) -> Iterator[DecodeConfig]:
-    """Configurations worth trying beside the default; splits around what fills the GPU."""
+def decode_variants(default: DecodeConfig, block_size: int) -> Iterator[DecodeConfig]:
+    """Configurations worth trying beside the default; programs around what the GPU holds at once."""
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    splits = {max(1, -(-sms * per_sm // programs)) for per_sm in (4, 8, 12, 16, 24)}
     if default.in_registers:
-        for tile, count, registers in itertools.product((16, 32, 64), splits, (None, 128)):
+        for tile, registers in itertools.product((16, 32), (96, 128, 168, 255)):
             if tile <= block_size:
-                yield DecodeConfig(tile=tile, num_splits=count, in_registers=True, max_registers=registers)
-    for tile, warps, stages in itertools.product((16, 32, 64, 128), (1, 2, 4), (2, 3, 4)):
+                held = 4 * (512 // registers)
+                for per_sm in sorted({held, held * 3 // 4, held // 2}):
+                    yield replace(default, tile=tile, programs=sms * per_sm, max_registers=registers)
+    for tile, warps, stages, per_sm in itertools.product((16, 32, 64, 128), (2, 4), (2, 3, 4), (2, 4, 8)):
         if tile <= min(block_size, 32 * warps):
-            for count in splits:
-                yield DecodeConfig(tile=tile, num_splits=count, num_warps=warps, num_stages=stages)
+            yield DecodeConfig(tile=tile, programs=sms * per_sm, num_warps=warps, num_stages=stages)
 
 
-def bench_decode(args: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
-    rows = []
-    cases = [(args.batch, args.context)] if args.batch else DECODE_CASES
-    for shape, head_dim, (batch, context), name in itertools.product(args.shape, args.head_dim, cases, args.formats):
-        heads, kv_heads = SHAPES[shape]
-        if 2 * batch * context * kv_heads * head_dim * FORMATS[name].itemsize > 40e9:
-            continue
-        (query,), layer, metas, traffic = build(
-            batch, context, 1, heads, kv_heads, head_dim, FORMATS[name], args.block_size
-        )
-        out = torch.empty_like(query)
-        calls = [partial(decode_attention, query, layer, meta, out, **options(head_dim)) for meta in metas]
-        default = choose_config(query, layer, batch, context)
-        row = {"kernel": "decode", "shape": shape, "head_dim": head_dim, "batch": batch, "context": context}
-        row |= {"format": name, "bytes": traffic}
-        configs = {"default": default}
-        if default.in_registers:
-            configs["portable"] = portable(default, args.block_size)
-        if args.sweep:
-            tried = {c: seconds(calls, c) for c in decode_variants(default, args.block_size, batch * kv_heads)}
-            for config, time in sorted(tried.items(), key=lambda item: item[1])[:3]:
-                rows.append(row | figures("swept", config, time, traffic, bandwidth))
-        for label, config in configs.items():
-            rows.append(row | figures(label, config, seconds(calls, config), traffic, bandwidth))
-            print_row(rows[-1])
-        del query, layer, metas, out, calls
-        torch.cuda.empty_cache()
-    return rows
+@dataclass(frozen=True, kw_only=True)
+class KernelBench:
+    """What to time: every combination of shapes, head dimensions, formats and cases."""
+
+    shapes: tuple[str, ...] = tuple(SHAPES)
+    head_dims: tuple[int, ...] = (128,)
+    formats: tuple[str, ...] = ("bf16", "int8", "fp8")
+    case: tuple[int, int] | None = None  # batch and context, instead of the lists
+    block_size: int = 32
+    sweep: bool = False  # other launch configurations too
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("shape", self.shapes, SHAPES), ("format", self.formats, FORMATS)):
+            unknown = [x for x in value if x not in known]
+            if unknown:
+                raise ValueError(f"{name}={unknown[0]!r} is unknown; allowed are {', '.join(known)}")
+
+    def combinations(self, cases: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int, tuple[int, int], str]]:
+        return itertools.product(self.shapes, self.head_dims, [self.case] if self.case else cases, self.formats)
+
+    def decode(self, bandwidth: float) -> Iterator[dict[str, Any]]:
+        """Rows of the decode kernel, as they are measured."""
+        for shape, head_dim, (batch, context), name in self.combinations(DECODE_CASES):
+            heads, kv_heads = SHAPES[shape]
+            if 2 * batch * context * kv_heads * head_dim * FORMATS[name].itemsize > 40e9:
+                continue
+            query, layer, metas, traffic = build(
+                batch, context, 1, heads, kv_heads, head_dim, FORMATS[name], self.block_size
+            )
+            calls = [
+                partial(decode_attention, query, layer, meta, torch.empty_like(query), **options(head_dim))
+                for meta in metas
+            ]
+            row = {"kernel": "decode", "shape": shape, "head_dim": head_dim, "batch": batch, "context": context}
+            row |= {"format": name, "bytes": traffic}
+            default = choose_config(query, layer, batch, context)
+            yield row | figures("default", default, seconds(calls, default), traffic, bandwidth)
+            if self.sweep:
+                tried = {config: seconds(calls, config) for config in decode_variants(default, self.block_size)}
+                for config, time in sorted(tried.items(), key=lambda item: item[1])[:3]:
+                    yield row | figures("swept", config, time, traffic, bandwidth)
+            del query, layer, metas, calls
+            torch.cuda.empty_cache()
+
+    def prefill(self) -> Iterator[dict[str, Any]]:
+        """Rows of torch's flash attention over the same prompts in bf16, then of the prefill kernel."""
+        for shape, head_dim, (batch, length), name in self.combinations(PREFILL_CASES):
+            heads, kv_heads = SHAPES[shape]
+            flops = 2 * batch * length * length * heads * head_dim  # two products, half of the square
+            row = {"kernel": "prefill", "shape": shape, "head_dim": head_dim, "batch": batch, "context": length}
+            if name == self.formats[0]:
+                time = varlen_seconds(batch, length, heads, kv_heads, head_dim)
+                yield row | {"format": "bf16", "us": time * 1e6, "tflop_s": flops / time / 1e12, "variant": "torch"}
+            query, layer, metas, _ = build(
+                batch, length, length, heads, kv_heads, head_dim, FORMATS[name], self.block_size
+            )
+            attend = partial(prefill_attention, query, layer, metas[0], torch.empty_like(query), **options(head_dim))
+            for config in (None, *(prefill_variants() if self.sweep else ())):
+                try:
+                    time = triton.testing.do_bench(partial(attend, config=config), return_mode="median") / 1e3
+                except triton.runtime.errors.OutOfResources:
+                    continue  # a swept shape that does not fit this GPU
+                row |= {"format": name, "us": time * 1e6, "tflop_s": flops / time / 1e12}
+                yield row | {"variant": "swept" if config else "default", "config": str(config or "")}
+            del query, layer, metas, attend
+            torch.cuda.empty_cache()
+
+    def write(self, bandwidth: float) -> Iterator[dict[str, Any]]:
+        """Rows of the kernel that quantizes and stores."""
+        for shape, head_dim, (tokens, _), name in self.combinations([(n, 0) for n in (1, 16, 128, 8192)]):
+            _, kv_heads = SHAPES[shape]
+            k, v = (random_pages(1024, kv_heads, self.block_size, head_dim, FORMATS[name]) for _ in range(2))
+            key, value = torch.randn(2, tokens, kv_heads, head_dim, device="cuda").to(torch.bfloat16)
+            slots = torch.randperm(1023 * self.block_size, device="cuda")[:tokens] + self.block_size
+            time = graph_time([partial(write_kv, LayerKV(k=k, v=v), key, value, slots)] * 8)
+            traffic = tokens * (2 * bytes_per_token(k) + 4 * kv_heads * head_dim)
+            row = {"kernel": "write", "shape": shape, "head_dim": head_dim, "batch": tokens, "context": 0}
+            yield row | {"format": name, "bytes": traffic} | figures("default", "", time, traffic, bandwidth)
+
+    def rows(self, kernels: Iterable[str], bandwidth: float) -> Iterator[dict[str, Any]]:
+        """All rows of the named kernels: decode, prefill, write."""
+        for kernel in kernels:
+            if kernel == "prefill":
+                yield from self.prefill()
+            else:
+                yield from getattr(self, kernel)(bandwidth)
 
 
 def options(head_dim: int) -> dict[str, Any]:
@@ -173,100 +233,26 @@ def seconds(calls: list[partial], config: DecodeConfig) -> float:
     return graph_time([partial(call, config=config) for call in calls])
 
 
-def portable(default: DecodeConfig, block_size: int) -> DecodeConfig:
-    return DecodeConfig(tile=min(block_size, 64), num_splits=default.num_splits)
-
-
 def figures(label: str, config: object, time: float, traffic: float, bandwidth: float) -> dict[str, Any]:
     rate = traffic / time / 1e12
     return {"us": time * 1e6, "tb_s": rate, "percent": 100 * rate / bandwidth, "variant": label, "config": str(config)}
 
 
-def bench_prefill(args: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    cases = [(args.batch, args.context)] if args.batch else PREFILL_CASES
-    for shape, head_dim, (batch, length), name in itertools.product(args.shape, args.head_dim, cases, args.formats):
-        heads, kv_heads = SHAPES[shape]
-        (query,), layer, metas, _ = build(
-            batch, length, length, heads, kv_heads, head_dim, FORMATS[name], args.block_size
-        )
-        attend = partial(prefill_attention, query, layer, metas[0], torch.empty_like(query), **options(head_dim))
-        flops = 2 * batch * length * length * heads * head_dim  # two products, half of the square
-        configs: list[PrefillConfig | None] = [None]
-        if args.sweep:
-            configs += [
-                PrefillConfig(rows=r, tile=t, num_warps=w, num_stages=s)
-                for r, t, w, s in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3))
-            ]
-        for config in configs:
-            row = {"kernel": "prefill", "shape": shape, "head_dim": head_dim, "batch": batch, "context": length}
-            try:
-                time = triton.testing.do_bench(partial(attend, config=config), return_mode="median")
-            except triton.runtime.errors.OutOfResources:
-                continue  # a swept shape that does not fit this GPU
-            rows.append(row | {"format": name, "us": time * 1e3, "tflop_s": flops / time / 1e9, "config": str(config)})
-            print_row(rows[-1])
-        del query, layer, metas, attend
-        torch.cuda.empty_cache()
-    return rows
+def prefill_variants() -> Iterator[PrefillConfig]:
+    for rows, tile, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (1, 2, 3)):
+        yield PrefillConfig(rows=rows, tile=tile, num_warps=warps, num_stages=stages)
 
 
-def bench_write(args: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
-    rows = []
-    for shape, head_dim, tokens, name in itertools.product(args.shape, args.head_dim, (1, 16, 128, 8192), args.formats):
-        _, kv_heads = SHAPES[shape]
-        k, v = (random_pages(1024, kv_heads, args.block_size, head_dim, FORMATS[name]) for _ in range(2))
-        key, value = torch.randn(2, tokens, kv_heads, head_dim, device="cuda").to(torch.bfloat16)
-        slots = torch.randperm(1023 * args.block_size, device="cuda")[:tokens] + args.block_size
-        layer = LayerKV(k=k, v=v)
-        time = graph_time([partial(write_kv, layer, key, value, slots)] * 8)
-        traffic = tokens * (2 * bytes_per_token(k) + 4 * kv_heads * head_dim)
-        row = {"kernel": "write", "shape": shape, "head_dim": head_dim, "batch": tokens, "context": 0, "format": name}
-        rows.append(row | figures("default", "", time, traffic, bandwidth))
-        print_row(rows[-1])
-    return rows
-
-
-def print_row(row: dict[str, Any]) -> None:
-    rate = f"{row['tflop_s']:7.1f} TFLOP/s" if "tflop_s" in row else f"{row['tb_s']:6.3f} TB/s {row['percent']:5.1f}%"
-    print(
-        f"{row['kernel']:8}{row['shape']:5} d{row['head_dim']:<4} b{row['batch']:<5} ctx {row['context']:<7}"
-        f"{row['format']:5} {row['us']:10.1f} us {rate}  {row.get('variant', '')} {row['config']}",
-        flush=True,
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", default="decode,prefill,write", help="decode, prefill, write, comma separated")
-    parser.add_argument("--formats", default="bf16,int8,fp8", help=f"of {', '.join(FORMATS)}")
-    parser.add_argument("--shape", default="mha,gqa4,gqa8", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--head-dim", default="128", help="comma separated")
-    parser.add_argument("--batch", type=int, help="one case instead of the list")
-    parser.add_argument("--context", type=int, default=4096, help="tokens per sequence with --batch")
-    parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--sweep", action="store_true", help="try other launch configurations too")
-    args = parser.parse_args()
-    args.formats, args.shape = args.formats.split(","), args.shape.split(",")
-    args.head_dim = [int(d) for d in args.head_dim.split(",")]
-    bandwidth = read_bandwidth()
-    print(f"{torch.cuda.get_device_name()}: read bandwidth {bandwidth:.3f} TB/s")
-    rows: list[dict[str, Any]] = []
-    for what in args.what.split(","):
-        if what == "decode":
-            rows += bench_decode(args, bandwidth)
-        elif what == "prefill":
-            rows += bench_prefill(args)
-        elif what == "write":
-            rows += bench_write(args, bandwidth)
-        else:
-            parser.error(f"--what {what}: allowed are decode, prefill, write")
-    for row in rows:
-        if row.get("variant") == "swept":
-            print_row(row)
-    for row in rows:
-        print(json.dumps(row | {"read_tb_s": bandwidth}))
-
-
-if __name__ == "__main__":
-    main()
+def varlen_seconds(batch: int, length: int, heads: int, kv_heads: int, head_dim: int) -> float:
+    """torch's own causal varlen flash attention over bf16 values that lie side by side."""
+    query = torch.randn(batch * length, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    key, value = torch.randn(2, batch * length, kv_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    cu = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * length
+    known = inspect.signature(varlen_attn).parameters  # the argument changed its name between 2.11 and 2.13
+    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    if "enable_gqa" in known:
+        causal["enable_gqa"] = heads != kv_heads
+    elif heads != kv_heads:
+        key, value = (x.repeat_interleave(heads // kv_heads, 1) for x in (key, value))
+    attend = partial(varlen_attn, query, key, value, cu, cu, length, length, **causal)
+    return float(triton.testing.do_bench(attend, return_mode="median")) / 1e3

@@ -1,30 +1,29 @@
-"""Triton split-KV decode attention over pages: one query per sequence, memory-bound by design.
+"""Triton decode attention over pages: one query per sequence, memory-bound by design.
 
-One program reads a contiguous run of tiles of one (sequence, KV head). A tile lies inside one page, so it needs one
-scalar block-table load and one 64-bit base; every other offset is static. All query heads of the KV head share the tile
-(they fill rows that the matrix unit would pad). Only the last tile, and the first of a window, are masked. The number
-of splits comes from Python bounds (batch, KV heads, longest sequence, multiprocessors), so a captured graph serves any
-length up to its capacity; programs without work leave at once. With one split the kernel writes the result itself,
-otherwise one reduction joins the partial results.
+One program reads an equal share of all (sequence, KV head) pairs' tiles (`decode_shares.py`). A tile lies inside one
+page, so it needs one scalar block-table load and one 64-bit base; every other offset is static. All query heads of the
+KV head share the tile (they fill rows that the matrix unit would pad). Only a sequence's last tile, and the first of a
+window, are masked. `decode_registers.py` is the faster kernel of the common shapes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels import decode_codes
-from hf_paged.kernels.decode_codes import decode_codes_kernel
+from hf_paged.kernels import decode_int4, decode_registers
+from hf_paged.kernels.decode_int4 import decode_int4_kernel
+from hf_paged.kernels.decode_registers import decode_registers_kernel
+from hf_paged.kernels.decode_shares import join_kernel, share, visible_tiles
 from hf_paged.kernels.group_tile import group_tile
 from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, Pages, PlainPages
 from hf_paged.kernels.tiles import LOG2_E, normalise_rows, softmax_step
-
-REDUCE_STEP = 16  # splits joined per step of the reduction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,37 +31,22 @@ class DecodeConfig:
     """Launch choices of the decode kernel; `eval/kernels_bench.py` sweeps them."""
 
     tile: int  # tokens per tile, at most block_size
-    num_splits: int
+    programs: int = 1  # that share the work
+    least: int = 2  # tiles of a share, at least
     num_warps: int = 4
     num_stages: int = 3
     byte_permute: bool = True  # int8 -> fp16 by inline assembly (CUDA only)
-    in_registers: bool = False  # the 8-bit kernel of `decode_codes.py`, one warp per program
-    max_registers: int | None = None  # per thread, for the 8-bit kernel
+    in_registers: bool = False  # the kernel of `decode_registers.py`, one warp per program
+    max_registers: int | None = None  # per thread, for that kernel
+    prefetch: bool = False  # ask for the tile after the next one, in that kernel
+    overlap: bool = False  # joining begins while the last shares are read (compute capability 9.0)
 
 
-@triton.jit
-def _split_range(
-    seq_len,
-    split,
-    num_splits,
-    window,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Tiles `[begin, end)` of a split, the sequence's first visible token, and the number of splits with work."""
-    first_token = tl.maximum(seq_len - window, 0) if WINDOW else 0
-    first_tile = first_token // TILE
-    tiles = tl.cdiv(seq_len, TILE) - first_tile
-    per_split = tl.maximum(tl.cdiv(tiles, num_splits), 1)
-    begin = first_tile + split * per_split
-    end = tl.minimum(begin + per_split, first_tile + tiles)
-    return begin, end, first_token, tl.cdiv(tiles, per_split)
-
-
-@triton.jit(do_not_specialize=["num_splits", "window", "tables_stride"])  # they vary: no kernel per value
+@triton.jit(do_not_specialize=["num_seqs", "kv_heads", "window", "tables_stride"])  # they vary: no kernel per value
 def _decode(
-    out_ptr,  # [num_seqs, heads, V_DIM], with SPLIT [num_seqs, heads, num_splits, V_DIM] fp32
-    lse_ptr,  # [num_seqs, heads, num_splits] fp32, base 2
+    out_ptr,  # [num_seqs, heads, V_DIM]
+    partial_ptr,  # [programs, 2, GROUP, V_DIM] fp32
+    lse_ptr,  # [programs, 2, GROUP] fp32, base 2
     q_ptr,  # [num_seqs, heads, K_DIM], last dimension contiguous
     k_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, K_DIM]
     k_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16
@@ -81,19 +65,20 @@ def _decode(
     scale,  # softmax scale; times log2 e without SOFTCAP, times 2 log2 e / softcap with it
     softcap,  # softcap * log2 e
     window,
-    num_splits,
+    num_seqs,
+    kv_heads,
     GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    LEAST: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
     K_SCALED: tl.constexpr,
     V_SCALED: tl.constexpr,
     K_INT4: tl.constexpr,
@@ -103,37 +88,96 @@ def _decode(
     BYTE_PERMUTE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    split = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    seq = tl.program_id(2)
-    heads = tl.num_programs(1) * GROUP
-    seq_len = tl.load(seq_lens_ptr + seq)
-    begin, end, first_token, _ = _split_range(seq_len, split, num_splits, window, WINDOW, TILE)
+    start, stop, seq, before = share(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
+    while start < stop:
+        seq_len = tl.load(seq_lens_ptr + seq)
+        first_token, first_tile, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
+        offset = start - before * kv_heads
+        if offset >= tiles * kv_heads:
+            before += tiles
+            seq += 1
+        else:
+            kv_head = offset // tiles
+            skipped = offset % tiles
+            count = tl.minimum(tiles - skipped, stop - start)
+            begin = first_tile + skipped
+            row = tl.arange(0, ROWS)
+            dk = tl.arange(0, K_BLOCK)
+            head = kv_head * GROUP + row
+            q_offset = seq.to(tl.int64) * q_stride_t + head * q_stride_h
+            q_mask = (row < GROUP)[:, None] & (dk < K_DIM)[None, :]
+            q = tl.load(q_ptr + q_offset[:, None] + dk[None, :], mask=q_mask, other=0.0)
+            acc, total, top = _attend(
+                q, begin, begin + count, first_token, seq_len, kv_head, tables_ptr + seq.to(tl.int64) * tables_stride,
+                k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, k_stride, k_scale_stride, v_stride, v_scale_stride,
+                scale, softcap, ROWS, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, TILE, WINDOW, SOFTCAP,
+                K_SCALED, V_SCALED, K_INT4, V_INT4, K_DOT, V_DOT, BYTE_PERMUTE, STAGES,
+            )  # fmt: skip
+            dv = tl.arange(0, V_BLOCK)
+            mask = (row < GROUP)[:, None] & (dv < V_DIM)[None, :]
+            if count == tiles:
+                if SINKS:
+                    sink = tl.load(sinks_ptr + head, mask=row < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+                    new_top = tl.maximum(top, sink)
+                    acc *= tl.exp2(top - new_top)[:, None]
+                    total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+                out_row = (seq.to(tl.int64) * (kv_heads * GROUP) + head) * V_DIM
+                out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + out_row[:, None] + dv[None, :], out, mask=mask)
+            else:
+                slot = (tl.program_id(0) * 2 + (skipped == 0).to(tl.int32)) * GROUP + row
+                tl.store(partial_ptr + slot[:, None] * V_DIM + dv[None, :], acc / total[:, None], mask=mask)
+                tl.store(lse_ptr + slot, top + tl.log2(total), mask=row < GROUP)
+            start += count
 
-    row = tl.arange(0, ROWS)
+
+@triton.jit
+def _attend(
+    q,  # [ROWS, K_BLOCK]
+    begin,
+    end,
+    first_token,
+    seq_len,
+    kv_head,
+    table_ptr,
+    k_ptr,
+    k_scale_ptr,
+    v_ptr,
+    v_scale_ptr,
+    k_stride,
+    k_scale_stride,
+    v_stride,
+    v_scale_stride,
+    scale,
+    softcap,
+    ROWS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    K_SCALED: tl.constexpr,
+    V_SCALED: tl.constexpr,
+    K_INT4: tl.constexpr,
+    V_INT4: tl.constexpr,
+    K_DOT: tl.constexpr,
+    V_DOT: tl.constexpr,
+    BYTE_PERMUTE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Tiles `[begin, end)` of one sequence and KV head: weighted values, denominator and maximum of the softmax."""
+    n = tl.arange(0, TILE)
     dk = tl.arange(0, K_BLOCK)
     dv = tl.arange(0, V_BLOCK)
-    n = tl.arange(0, TILE)
-    head = kv_head * GROUP + row
-    out_row = ((seq.to(tl.int64) * heads + head) * num_splits + split) * V_DIM
-    out_mask = (row < GROUP)[:, None] & (dv < V_DIM)[None, :]
-    if begin >= end:
-        if not SPLIT:  # a padded row of a captured graph
-            zeros = tl.zeros([ROWS, V_BLOCK], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + out_row[:, None] + dv[None, :], zeros, mask=out_mask)
-        return
-
-    q_offset = seq.to(tl.int64) * q_stride_t + head * q_stride_h
-    q_mask = (row < GROUP)[:, None] & (dk < K_DIM)[None, :]
-    q = tl.load(q_ptr + q_offset[:, None] + dk[None, :], mask=q_mask, other=0.0)
     q, q_unit = normalise_rows(q, K_DOT, K_SCALED)
     q_unit *= scale
-
     acc = tl.zeros([ROWS, V_BLOCK], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     v_unit = 1e-30
-    table_ptr = tables_ptr + seq.to(tl.int64) * tables_stride
     k_offset = n[:, None] * K_DIM + dk[None, :]
     v_offset = n[:, None] * V_DIM + dv[None, :]
     k_mask = (dk < K_DIM)[None, :] & (n >= 0)[:, None]
@@ -207,63 +251,7 @@ def _decode(
 
     if V_SCALED:
         acc *= v_unit
-    if not SPLIT:
-        if SINKS:
-            sink = tl.load(sinks_ptr + head, mask=row < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
-            new_top = tl.maximum(top, sink)
-            acc *= tl.exp2(top - new_top)[:, None]
-            total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
-        acc /= total[:, None]
-        tl.store(out_ptr + out_row[:, None] + dv[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)
-    else:
-        acc /= total[:, None]
-        tl.store(out_ptr + out_row[:, None] + dv[None, :], acc, mask=out_mask)
-        lse_row = (seq.to(tl.int64) * heads + head) * num_splits + split
-        tl.store(lse_ptr + lse_row, top + tl.log2(total), mask=row < GROUP)
-
-
-@triton.jit(do_not_specialize=["num_splits", "window"])
-def _reduce(
-    out_ptr,  # [num_seqs, heads, V_DIM]
-    partial_ptr,  # [num_seqs, heads, num_splits, V_DIM] fp32
-    lse_ptr,  # [num_seqs, heads, num_splits] fp32, base 2
-    seq_lens_ptr,  # [num_seqs] int32
-    sinks_ptr,  # [heads]
-    window,
-    num_splits,
-    V_DIM: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    head = tl.program_id(0)
-    seq = tl.program_id(1)
-    row = seq.to(tl.int64) * tl.num_programs(0) + head
-    seq_len = tl.load(seq_lens_ptr + seq)
-    _, _, _, splits = _split_range(seq_len, 0, num_splits, window, WINDOW, TILE)
-    d = tl.arange(0, V_BLOCK)
-    s = tl.arange(0, STEP)
-    acc = tl.zeros([V_BLOCK], tl.float32)
-    top = float("-inf")
-    total = 0.0
-    if SINKS:
-        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-        total = 1.0
-    for i in range(0, splits, STEP):
-        live = i + s < splits
-        lse = tl.load(lse_ptr + row * num_splits + i + s, mask=live, other=float("-inf"))
-        offset = (row * num_splits + i + s)[:, None] * V_DIM + d[None, :]
-        part = tl.load(partial_ptr + offset, mask=live[:, None] & (d < V_DIM)[None, :], other=0.0)
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        weight = tl.exp2(lse - new_top)
-        decay = tl.exp2(top - new_top)
-        acc = acc * decay + tl.sum(part * weight[:, None], 0)
-        total = total * decay + tl.sum(weight, 0)
-        top = new_top
-    out = acc / tl.where(seq_len > 0, total, 1.0)
-    tl.store(out_ptr + row * V_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < V_DIM)
+    return acc, total, top
 
 
 def decode_attention(
@@ -287,42 +275,34 @@ def decode_attention(
     kv_heads, group = k.shape[1], heads // k.shape[1]
     bound = min(meta.max_seq_len, window) if window else meta.max_seq_len
     config = config or choose_config(query, layer, num_seqs, bound)
-    splits = config.num_splits
-    partial, lse = out, out
-    if splits > 1:
-        partial = torch.empty((num_seqs, heads, splits, layer.v.head_dim), dtype=torch.float32, device=out.device)
-        lse = torch.empty((num_seqs, heads, splits), dtype=torch.float32, device=out.device)
+    partial = torch.empty((config.programs, 2, group, layer.v.head_dim), dtype=torch.float32, device=out.device)
+    lse = torch.empty((config.programs, 2, group), dtype=torch.float32, device=out.device)
     k_scale, v_scale = _scale(layer.k), _scale(layer.v)
     sink_logits = query if sinks is None else sinks
-    operands = (partial, lse, query, k, k_scale, v, v_scale, meta.block_tables, meta.seq_lens, sink_logits)
+    operands = (out, partial, lse, query, k, k_scale, v, v_scale, meta.block_tables, meta.seq_lens, sink_logits)
     strides = (*query.stride()[:2], *(x.stride(0) for x in (k, k_scale, v, v_scale, meta.block_tables)))
-    numbers = (*base2_scale(scale, softcap), window or 0, splits)
-    shape = {
+    numbers = (*base2_scale(scale, softcap), window or 0, num_seqs, kv_heads)
+    shape: dict[str, Any] = {
         "GROUP": group,
         "K_DIM": layer.k.head_dim,
         "V_DIM": layer.v.head_dim,
         "BLOCK_SIZE": layer.block_size,
         "TILE": config.tile,
-        "SPLIT": splits > 1,
+        "LEAST": config.least,
         "WINDOW": window is not None,
         "SOFTCAP": softcap is not None,
         "SINKS": sinks is not None,
     }
-    grid = (splits, kv_heads, num_seqs)
     if config.in_registers:
-        decode_codes_kernel[grid](
-            *operands,
-            *strides,
-            *numbers,
-            **shape,
-            N=8 if group <= 8 else 16,
-            K_FP8=k.dtype == torch.float8_e4m3fn,
-            V_FP8=v.dtype == torch.float8_e4m3fn,
-            num_warps=1,
-            maxnreg=config.max_registers,
-        )
+        shape |= {"OVERLAP": config.overlap, "num_warps": 1, "maxnreg": config.max_registers}
+        if isinstance(layer.k, GroupPages):
+            grid = decode_int4_kernel[(config.programs,)]
+            grid(*operands, *strides, *numbers, **shape, N=decode_int4.padded_heads(group))
+        else:
+            grid = decode_registers_kernel[(config.programs,)]
+            grid(*operands, *strides, *numbers, **shape, N=8 if group <= 8 else 16, PREFETCH=config.prefetch)
     else:
-        _decode[grid](
+        _decode[(config.programs,)](
             *operands,
             *strides,
             *numbers,
@@ -340,38 +320,64 @@ def decode_attention(
             STAGES=config.num_stages,
             num_warps=config.num_warps,
         )
-    if splits > 1:
-        _reduce[heads, num_seqs](
-            out,
-            partial,
-            lse,
-            meta.seq_lens,
-            sink_logits,
-            window or 0,
-            splits,
-            V_DIM=layer.v.head_dim,
-            V_BLOCK=triton.next_power_of_2(layer.v.head_dim),
-            TILE=config.tile,
-            STEP=REDUCE_STEP,
-            WINDOW=window is not None,
-            SINKS=sinks is not None,
-            num_warps=4,
-        )
+    _join(out, partial, lse, meta.seq_lens, sinks, num_seqs, kv_heads, window, config)
+
+
+def _join(
+    out: Tensor,
+    partial: Tensor,
+    lse: Tensor,
+    seq_lens: Tensor,
+    sinks: Tensor | None,
+    num_seqs: int,
+    kv_heads: int,
+    window: int | None,
+    config: DecodeConfig,
+) -> None:
+    """Partial results into `out`; few warps for few parts of a head, and more for a long sequence's many."""
+    group, v_dim = partial.shape[2:]
+    v_block = triton.next_power_of_2(v_dim)
+    many = config.programs >= 16 * num_seqs * kv_heads
+    join_kernel[kv_heads * group, num_seqs](
+        out,
+        partial,
+        lse,
+        seq_lens,
+        lse if sinks is None else sinks,
+        num_seqs,
+        window or 0,
+        config.programs,
+        GROUP=group,
+        V_DIM=v_dim,
+        V_BLOCK=v_block,
+        TILE=config.tile,
+        LEAST=config.least,
+        STEP=8192 // v_block if many else 8,
+        WINDOW=window is not None,
+        SINKS=sinks is not None,
+        OVERLAP=config.overlap,
+        num_warps=4 if many else 1,
+        **({"launch_pdl": True} if config.overlap else {}),
+    )
 
 
 def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int) -> DecodeConfig:
-    """Tile and splits from what a captured graph fixes: enough programs to fill the GPU, at least 4 tiles each."""
-    k = layer.k.tensor
-    in_registers = decode_codes.fits(query, layer)
+    """Tile and programs from what a captured graph fixes: what the GPU holds at once, or as many as there is work."""
+    k, v = layer.k.tensor, layer.v.tensor
+    int4 = decode_int4.fits(query, layer)
+    in_registers = int4 or decode_registers.fits(query, layer)
+    overlap = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 9
     if in_registers:
-        tile, num_warps, programs_per_sm = min(layer.block_size, 32), 1, 12
+        tile, registers = decode_int4.launch(layer) if int4 else decode_registers.launch(layer)
+        config = DecodeConfig(tile=tile, programs=1, num_warps=1, in_registers=True, max_registers=registers)
+        per_sm = 4 * (512 // registers)
     else:
         tile = min(layer.block_size, 64 if k.shape[3] * k.element_size() <= 256 else 32)
-        num_warps = 2 if tile <= 32 else 4
-        programs_per_sm = 16 // num_warps
-    splits = -(-programs_per_sm * _num_sms(query.device) // (num_seqs * k.shape[1]))
-    splits = max(1, min(splits, max_seq_len // (4 * tile)))
-    return DecodeConfig(tile=tile, num_warps=num_warps, num_splits=splits, in_registers=in_registers)
+        config = DecodeConfig(tile=tile, programs=1, num_warps=2 if tile <= 32 else 4)
+        stage = tile * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())
+        per_sm = max(1, min(16 // config.num_warps, 200_000 // (config.num_stages * stage)))
+    most = -(-num_seqs * k.shape[1] * -(-max_seq_len // tile) // config.least)
+    return replace(config, programs=max(1, min(per_sm * _num_sms(query.device), most)), overlap=overlap)
 
 
 def base2_scale(scale: float, softcap: float | None) -> tuple[float, float]:

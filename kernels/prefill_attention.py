@@ -10,14 +10,17 @@ causal diagonal or the window's edge crosses are masked.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels import prefill_workspace
 from hf_paged.kernels.decode_attention import base2_scale, dot_dtype
-from hf_paged.kernels.layout import AttentionMetadata, LayerKV, Pages, PlainPages
+from hf_paged.kernels.group_tile import group_tile
+from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, Pages, PlainPages
 from hf_paged.kernels.tiles import normalise_rows, softmax_step
 
 
@@ -29,6 +32,7 @@ class PrefillConfig:
     tile: int  # keys per step
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # per thread
     byte_permute: bool = True  # int8 -> fp16 by inline assembly (CUDA only)
 
 
@@ -79,12 +83,15 @@ def _key_tiles(
     K_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WORKSPACE: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     K_SCALED: tl.constexpr,
     V_SCALED: tl.constexpr,
+    K_INT4: tl.constexpr,
+    V_INT4: tl.constexpr,
     K_DOT: tl.constexpr,
     V_DOT: tl.constexpr,
     BYTE_PERMUTE: tl.constexpr,
@@ -97,35 +104,59 @@ def _key_tiles(
     for tile in tl.range(begin, end, num_stages=STAGES):
         key = tile * TILE + n
         live = (key >= first_key) & (key < seq_len)
-        if MASKED:
-            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+        if WORKSPACE:
+            k_tile = k_ptr + (key * K_DIM)[:, None] + dk[None, :]
+            v_tile = v_ptr + (key * V_DIM)[:, None] + dv[None, :]
+            k_scales = k_scale_ptr
+            v_scales = v_scale_ptr
         else:
-            block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
-        row_in_block = kv_head * BLOCK_SIZE + key % BLOCK_SIZE
-        k_tile = k_ptr + (block * k_stride + row_in_block * K_DIM)[:, None] + dk[None, :]
-        v_tile = v_ptr + (block * v_stride + row_in_block * V_DIM)[:, None] + dv[None, :]
+            if MASKED:
+                block = tl.load(table_ptr + key // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+            else:
+                block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
+            row_in_block = kv_head * BLOCK_SIZE + key % BLOCK_SIZE
+            k_tile = k_ptr + (block * k_stride + row_in_block * K_DIM)[:, None] + dk[None, :]
+            v_tile = v_ptr + (block * v_stride + row_in_block * V_DIM)[:, None] + dv[None, :]
+            k_scales = k_scale_ptr + block * k_scale_stride + row_in_block
+            v_scales = v_scale_ptr + block * v_scale_stride + row_in_block
         if MASKED:
-            k = tl.load(k_tile, mask=live[:, None] & (dk < K_DIM)[None, :], other=0.0)
-            v = tl.load(v_tile, mask=live[:, None] & (dv < V_DIM)[None, :], other=0.0)
+            if not K_INT4:
+                k = tl.load(k_tile, mask=live[:, None] & (dk < K_DIM)[None, :], other=0.0)
+            if not V_INT4:
+                v = tl.load(v_tile, mask=live[:, None] & (dv < V_DIM)[None, :], other=0.0)
             keep = key[None, :] <= position[:, None]
             if WINDOW:
                 keep &= key[None, :] > position[:, None] - window
         else:
             keep = None
-            if K_BLOCK == K_DIM:
+            if K_BLOCK == K_DIM and not K_INT4:
                 k = tl.load(k_tile)
-            else:
+            elif not K_INT4:
                 k = tl.load(k_tile, mask=(dk < K_DIM)[None, :], other=0.0)
-            if V_BLOCK == V_DIM:
+            if V_BLOCK == V_DIM and not V_INT4:
                 v = tl.load(v_tile)
-            else:
+            elif not V_INT4:
                 v = tl.load(v_tile, mask=(dv < V_DIM)[None, :], other=0.0)
         k_scale = tl.zeros([TILE], tl.float32)
         v_scale = tl.zeros([TILE], tl.float32)
-        if K_SCALED:
-            k_scale = tl.load(k_scale_ptr + block * k_scale_stride + row_in_block, mask=live, other=0.0).to(tl.float32)
-        if V_SCALED:
-            v_scale = tl.load(v_scale_ptr + block * v_scale_stride + row_in_block, mask=live, other=0.0).to(tl.float32)
+        if K_INT4:
+            k, k_scale = group_tile(
+                k_ptr, k_scale_ptr, block, row_in_block, k_stride, k_scale_stride, dk, live, K_DIM, K_DOT
+            )
+        elif K_SCALED:
+            if MASKED:
+                k_scale = tl.load(k_scales, mask=live, other=0.0).to(tl.float32)
+            else:
+                k_scale = tl.load(k_scales).to(tl.float32)
+        if V_INT4:
+            v, v_scale = group_tile(
+                v_ptr, v_scale_ptr, block, row_in_block, v_stride, v_scale_stride, dv, live, V_DIM, V_DOT
+            )
+        elif V_SCALED:
+            if MASKED:
+                v_scale = tl.load(v_scales, mask=live, other=0.0).to(tl.float32)
+            else:
+                v_scale = tl.load(v_scales).to(tl.float32)
         acc, total, top, v_unit = softmax_step(
             acc, total, top, v_unit, q, q_unit, k, k_scale, v, v_scale, keep, softcap,
             MASKED, SOFTCAP, K_SCALED, V_SCALED, K_DOT, V_DOT, BYTE_PERMUTE,
@@ -133,7 +164,8 @@ def _key_tiles(
     return acc, total, top, v_unit
 
 
-@triton.jit(do_not_specialize=["first_seq", "num_seqs", "window", "tables_stride"])  # they vary: no kernel per value
+# these vary: no kernel per value
+@triton.jit(do_not_specialize=["first_seq", "num_seqs", "window", "tables_stride", "tokens"])
 def _prefill(
     out_ptr,  # [T, heads, V_DIM]
     q_ptr,  # [T, heads, K_DIM], last dimension contiguous
@@ -156,6 +188,7 @@ def _prefill(
     v_stride,
     v_scale_stride,
     tables_stride,
+    tokens,  # of a block, where WORKSPACE
     scale,  # softmax scale; times log2 e without SOFTCAP, times 2 log2 e / softcap with it
     softcap,  # softcap * log2 e
     window,
@@ -167,12 +200,15 @@ def _prefill(
     K_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WORKSPACE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     K_SCALED: tl.constexpr,
     V_SCALED: tl.constexpr,
+    K_INT4: tl.constexpr,
+    V_INT4: tl.constexpr,
     K_DOT: tl.constexpr,
     V_DOT: tl.constexpr,
     BYTE_PERMUTE: tl.constexpr,
@@ -207,6 +243,10 @@ def _prefill(
     top = tl.full([QUERIES * GROUP_BLOCK], float("-inf"), tl.float32)
     v_unit = 1e-30
     table_ptr = tables_ptr + (first_seq + seq).to(tl.int64) * tables_stride
+    if WORKSPACE:  # block `seq` belongs to it
+        first_row = (seq * tl.num_programs(0) + kv_head).to(tl.int64) * tokens
+        k_ptr += first_row * K_DIM
+        v_ptr += first_row * V_DIM
     last_position = history + tl.minimum(first_query + QUERIES, q_len) - 1
     first_key = 0
     open_begin = 0
@@ -219,26 +259,16 @@ def _prefill(
     open_begin = tl.minimum(open_begin, end)
     open_end = tl.minimum(open_end, end)
 
-    if WINDOW:
+    # the window's edge, what every query sees, the diagonal
+    for region in tl.static_range(0 if WINDOW else 1, 3):
+        first = first_key // TILE if region == 0 else (open_begin if region == 1 else open_end)
+        last = open_begin if region == 0 else (open_end if region == 1 else end)
         acc, total, top, v_unit = _key_tiles(
-            first_key // TILE, open_begin, acc, total, top, v_unit, q, q_unit, position, first_key, seq_len,
-            window, softcap,
+            first, last, acc, total, top, v_unit, q, q_unit, position, first_key, seq_len, window, softcap,
             table_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, k_stride, k_scale_stride, v_stride, v_scale_stride,
-            kv_head, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, TILE, True, WINDOW, SOFTCAP, K_SCALED, V_SCALED,
-            K_DOT, V_DOT, BYTE_PERMUTE, 1,
+            kv_head, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, WORKSPACE, TILE, region != 1, WINDOW, SOFTCAP,
+            K_SCALED, V_SCALED, K_INT4, V_INT4, K_DOT, V_DOT, BYTE_PERMUTE, STAGES,
         )  # fmt: skip
-    acc, total, top, v_unit = _key_tiles(
-        open_begin, open_end, acc, total, top, v_unit, q, q_unit, position, first_key, seq_len, window, softcap,
-        table_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, k_stride, k_scale_stride, v_stride, v_scale_stride,
-        kv_head, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, TILE, False, WINDOW, SOFTCAP, K_SCALED, V_SCALED,
-        K_DOT, V_DOT, BYTE_PERMUTE, STAGES,
-    )  # fmt: skip
-    acc, total, top, v_unit = _key_tiles(
-        open_end, end, acc, total, top, v_unit, q, q_unit, position, first_key, seq_len, window, softcap,
-        table_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, k_stride, k_scale_stride, v_stride, v_scale_stride,
-        kv_head, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, TILE, True, WINDOW, SOFTCAP, K_SCALED, V_SCALED,
-        K_DOT, V_DOT, BYTE_PERMUTE, 1,
-    )  # fmt: skip
 
     if V_SCALED:
         acc *= v_unit
@@ -267,8 +297,34 @@ def prefill_attention(
 ) -> None:
     """Attention of the rows of `query` `[T, heads, head_dim]` after the decodes, written to the same rows of `out`.
 
-    Never synchronises. Rows past `cu_seqlens_q[-1]` are left as they are.
+    Never synchronises. Rows past `cu_seqlens_q[-1]` are left as they are. Long prompts on coded pages go through the
+    workspace of `wide_pages.py`, except under a given `config`.
     """
+    attend = partial(_attend, scale=scale, window=window, softcap=softcap, config=config)
+    if config is None and prefill_workspace.wanted(query, layer, meta):
+        group = query.shape[1] // layer.k.tensor.shape[1]
+        for kv_heads, values in prefill_workspace.slices(query, layer, meta, window):
+            heads = slice(kv_heads.start * group, kv_heads.stop * group)
+            of_heads = sinks if sinks is None else sinks[heads]
+            attend(query[:, heads], values, meta, out[:, heads], sinks=of_heads, workspace=True)
+    else:
+        attend(query, layer, meta, out, sinks=sinks, workspace=False)
+
+
+def _attend(
+    query: Tensor,
+    layer: LayerKV,
+    meta: AttentionMetadata,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    config: PrefillConfig | None,
+    workspace: bool,
+) -> None:
+    """One launch, over pages, or over a workspace that holds one block per prompt."""
     heads = query.shape[1]
     k, v = layer.k.tensor, layer.v.tensor
     kv_heads = k.shape[1]
@@ -300,40 +356,48 @@ def prefill_attention(
         v.stride(0),
         _scale(layer.v).stride(0),
         meta.block_tables.stride(0),
+        k.shape[2] if workspace else 0,
         *base2_scale(scale, softcap),
         window or 0,
         GROUP=group,
         GROUP_BLOCK=group_block,
         QUERIES=queries,
-        K_DIM=k.shape[3],
-        V_DIM=v.shape[3],
-        K_BLOCK=triton.next_power_of_2(k.shape[3]),
-        V_BLOCK=triton.next_power_of_2(v.shape[3]),
-        BLOCK_SIZE=layer.block_size,
+        K_DIM=layer.k.head_dim,
+        V_DIM=layer.v.head_dim,
+        K_BLOCK=triton.next_power_of_2(layer.k.head_dim),
+        V_BLOCK=triton.next_power_of_2(layer.v.head_dim),
+        BLOCK_SIZE=1 if workspace else layer.block_size,
+        WORKSPACE=workspace,
         TILE=config.tile,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         K_SCALED=not isinstance(layer.k, PlainPages),
         V_SCALED=not isinstance(layer.v, PlainPages),
+        K_INT4=isinstance(layer.k, GroupPages),
+        V_INT4=isinstance(layer.v, GroupPages),
         K_DOT=dot_dtype(query, layer.k),
         V_DOT=dot_dtype(query, layer.v),
         BYTE_PERMUTE=config.byte_permute and query.is_cuda,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
+        maxnreg=config.max_registers,
     )
 
 
 def choose_config(layer: LayerKV, query: Tensor, group: int) -> PrefillConfig:
     """Tile sizes that fit registers and the 100 KB of shared memory of the smallest supported GPU (sm86)."""
-    head_dim = max(layer.k.tensor.shape[3], layer.v.tensor.shape[3])
+    head_dim = max(layer.k.head_dim, layer.v.head_dim)
     if query.dtype == torch.float32 or layer.k.tensor.dtype == torch.float32:
         return PrefillConfig(rows=max(32, triton.next_power_of_2(group)), tile=32, num_warps=4, num_stages=1)
-    rows = 128 if head_dim <= 128 else 64
+    rows = max(128 if head_dim <= 128 else 64, triton.next_power_of_2(group))
+    narrow = min(layer.k.tensor.element_size(), layer.v.tensor.element_size()) == 1  # widened in every tile
+    if head_dim <= 128 and rows == 128 and not narrow:
+        return PrefillConfig(rows=rows, tile=64, num_warps=8, num_stages=2, max_registers=128)
     return PrefillConfig(
-        rows=max(rows, triton.next_power_of_2(group)),
+        rows=64 if narrow and group <= 64 else rows,
         tile=64 if head_dim <= 128 else 32,
-        num_warps=8 if rows == 128 else 4,
+        num_warps=4 if narrow or rows < 128 else 8,
         num_stages=2,
     )
 

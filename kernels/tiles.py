@@ -61,7 +61,7 @@ def softmax_step(
     top,  # [M] fp32, running maximum of the base-2 scores
     v_unit,  # scalar fp32, largest v_scale so far
     q,  # [M, D]
-    q_unit,  # [M] fp32, scale and log2 e included (without SOFTCAP)
+    q_unit,  # [M] fp32, positive, scale and log2 e included (without SOFTCAP)
     k,  # [N, D]
     k_scale,  # [N] fp32
     v,  # [N, DV]
@@ -79,24 +79,26 @@ def softmax_step(
     """Take one tile of keys into the running attention of M queries."""
     k = dot_operand(k, K_DOT, BYTE_PERMUTE)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    scores *= q_unit[:, None]
     if K_SCALED:
         scores *= k_scale[None, :]
+    unit = q_unit
     if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * q_unit[:, None]) + 1.0))
+        unit = tl.full([q.shape[0]], 1.0, tl.float32)
     if MASKED:
         scores = tl.where(keep, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
+    new_top = tl.maximum(top, tl.max(scores, 1) * unit)
     anchor = new_top
     if MASKED:  # a row may have met no key yet
         anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
-    probs = tl.exp2(scores - anchor[:, None])
+    probs = tl.exp2(scores * unit[:, None] - anchor[:, None])  # one multiply-add
     decay = tl.exp2(top - anchor)
     total = total * decay + tl.sum(probs, 1)
     if V_SCALED:
         new_unit = tl.maximum(v_unit, tl.max(v_scale, 0))
-        probs *= (v_scale / new_unit)[None, :]
-        decay *= v_unit / new_unit
+        inverse = 1.0 / new_unit
+        probs *= (v_scale * inverse)[None, :]
+        decay *= v_unit * inverse
         v_unit = new_unit
     acc = acc * decay[:, None]
     acc = tl.dot(probs.to(V_DOT), dot_operand(v, V_DOT, BYTE_PERMUTE), acc, input_precision="ieee")

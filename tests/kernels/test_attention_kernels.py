@@ -15,8 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from hf_paged.kernels import decode_codes
-from hf_paged.kernels.decode_attention import DecodeConfig, decode_attention
+from hf_paged.kernels import decode_int4, decode_registers, prefill_workspace
+from hf_paged.kernels.decode_attention import DecodeConfig, choose_config, decode_attention
 from hf_paged.kernels.layout import UINT4, AttentionMetadata, LayerKV, PlainPages, ScaledPages
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.prefill_attention import PrefillConfig, prefill_attention
@@ -70,19 +70,20 @@ def run_prefill(case: Case, config: PrefillConfig | None = None) -> Tensor:
     return out.cpu()[case.meta.num_decodes :]
 
 
-def check(result: Tensor, want: Tensor, shape: Shape) -> None:
+def check(result: Tensor, want: Tensor, shape: Shape, roundings: int = 1) -> None:
     """Error against the format's step, and scale: a lost factor passes no tolerance by luck."""
     result, want = result.cpu(), want.cpu()
-    torch.testing.assert_close(result.float(), want.float(), rtol=0, atol=tolerance(shape))
+    torch.testing.assert_close(result.float(), want.float(), rtol=0, atol=roundings * tolerance(shape))
     assert result.float().norm() == pytest.approx(want.float().norm(), rel=2**-6)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("programs", [1, 5])
 @pytest.mark.parametrize("name", FEATURES)
-def test_decode_equals_the_definition(name: str, num_splits: int) -> None:
+def test_decode_equals_the_definition(name: str, programs: int) -> None:
+    """Five programs begin and end inside sequences: heads are whole, in two parts, or in more."""
     shape = replace(FEATURES[name], **DECODES)
     case = make_case(shape)
-    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=num_splits)
+    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=programs, least=1)
     check(run_decode(case, config), definition(case), shape)
 
 
@@ -92,6 +93,32 @@ def test_prefill_equals_the_definition_and_leaves_decodes_alone(name: str) -> No
     case = make_case(shape)
     config = PrefillConfig(rows=32, tile=32, num_warps=4, num_stages=2)
     check(run_prefill(case, config), definition(case)[case.meta.num_decodes :], shape)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40, "sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "formats", [(torch.int8, torch.int8), (torch.float8_e4m3fn, torch.int8), (UINT4, torch.int8)], ids=str
+)
+def test_prompts_through_a_workspace_equal_the_definition(
+    formats: tuple[torch.dtype, torch.dtype], options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values are dequantized for as many KV heads at a time as fit: three would, four heads make two and two."""
+    shape = Shape(
+        **PREFILLS | {"q_lens": (1, 1, 130, 3), "seq_lens": (5, 9, 150, 50)},
+        kv_heads=4,
+        group=2,
+        dtype=torch.float16,
+        k_format=formats[0],
+        v_format=formats[1],
+        **options,
+    )
+    case = make_case(shape)
+    monkeypatch.setattr(prefill_workspace, "WORKSPACE_BYTES", 3 * 2 * 160 * 2 * (64 + 64))
+    heads = [kv_heads for kv_heads, _ in prefill_workspace.slices(case.query, case.layer, case.meta, shape.window)]
+    assert heads == [slice(0, 2), slice(2, 4)]
+    assert prefill_workspace.wanted(case.query, case.layer, case.meta)
+    # keys and values are rounded to the query's dtype, as queries and probabilities are
+    check(run_prefill(case), definition(case)[case.meta.num_decodes :], shape, roundings=2)
 
 
 def test_no_query_is_lost_when_decodes_and_prompts_end_inside_a_tile() -> None:
@@ -105,16 +132,25 @@ def test_no_query_is_lost_when_decodes_and_prompts_end_inside_a_tile() -> None:
 def test_padded_rows_of_a_captured_batch_become_zeros() -> None:
     """A graph replays rows that hold no sequence: they must neither read the null block nor keep old memory."""
     case = make_case(Shape(q_lens=(1, 1, 1), seq_lens=(0, 20, 0), group=2))
-    for num_splits in (1, 2):
-        result = run_decode(case, DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=num_splits))
+    for programs in (1, 3):
+        result = run_decode(case, DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=programs))
         assert (result[[0, 2]] == 0).all() and (result[1] != 0).any()
 
 
-def test_more_splits_than_tiles_leave_idle_programs_unread() -> None:
+def test_more_programs_than_tiles_leave_idle_ones_unread() -> None:
     """A captured graph is sized for its longest sequence; the partial results of idle programs are uninitialised."""
     shape = Shape(q_lens=(1, 1), seq_lens=(17, 70), group=2)
     case = make_case(shape)
-    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=40)
+    for least in (1, 3):
+        config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=40, least=least)
+        check(run_decode(case, config), definition(case), shape)
+
+
+def test_more_sequences_than_are_looked_at_in_one_step() -> None:
+    """Programs find their place among all sequences 256 at a time."""
+    shape = Shape(q_lens=(1,) * 300, seq_lens=tuple(i % 37 for i in range(300)), kv_heads=1, head_dim=16)
+    case = make_case(shape)
+    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=7)
     check(run_decode(case, config), definition(case), shape)
 
 
@@ -129,48 +165,82 @@ def test_the_range_of_queries_and_scales_does_not_overflow_fp16() -> None:
         case.layer.v.scale.mul_(v_factor)
         case.query.mul_(q_factor)
         want = definition(case).float() / v_factor
-        config = DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=2)
+        config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=3, least=1)
         check(run_decode(case, config).float() / v_factor, want, shape)
         check(run_prefill(replace(case, meta=replace(case.meta, num_decodes=0))).float() / v_factor, want, shape)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("programs", [1, 7, 300])
 @pytest.mark.parametrize(
-    ("head_dims", "options"),
+    ("head_dims", "group", "options"),
     [
-        ((128, 128), {}),
-        ((64, 128), {"softcap": 5.0}),
-        ((128, 64), {"window": 50}),
-        ((128, 128), {"window": 3, "sinks": True}),
-        ((256, 256), {"sinks": True}),
-        ((64, 64), {}),
+        ((128, 128), 4, {}),
+        ((64, 128), 12, {"softcap": 5.0}),
+        ((128, 64), 1, {"window": 50}),
+        ((128, 128), 7, {"window": 3, "sinks": True}),
+        ((256, 256), 8, {"sinks": True}),
+        ((64, 64), 1, {}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("format", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("format", [torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_the_register_kernel_equals_the_definition(
-    format: torch.dtype, head_dims: tuple[int, int], options: dict, num_splits: int
+    format: torch.dtype, head_dims: tuple[int, int], group: int, options: dict, programs: int
 ) -> None:
     """Its channel and token orders are index arithmetic that only a wrong result would reveal."""
-    other = torch.int8 if format == torch.float8_e4m3fn and num_splits == 3 else format
     shape = Shape(
         q_lens=(1,) * 5,
         seq_lens=(1, 0, 37, 256, 333),
-        group=4 if num_splits == 1 else 7,
+        group=group,
         head_dim=head_dims[0],
         v_head_dim=head_dims[1],
-        block_size=32 if num_splits == 1 else 16,
-        dtype=torch.float16,
+        block_size=32 if programs == 1 else 16,
+        dtype=torch.bfloat16 if format == torch.bfloat16 else torch.float16,
         k_format=format,
-        v_format=other,
+        v_format=torch.int8 if format == torch.float8_e4m3fn and programs == 7 else format,
         **options,
     )
     case = make_case(shape)
     on_gpu = to_device(case, "cuda")
-    assert decode_codes.fits(on_gpu.query, on_gpu.layer)
-    config = DecodeConfig(tile=shape.block_size, num_splits=num_splits, in_registers=True)
-    check(run_decode(case, config), definition(case), shape)
+    assert decode_registers.fits(on_gpu.query, on_gpu.layer)
+    default = choose_config(on_gpu.query, on_gpu.layer, 5, 333)
+    check(run_decode(case, replace(default, programs=programs, least=1)), definition(case), shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("programs", [1, 7, 300])
+@pytest.mark.parametrize(
+    ("head_dims", "group", "options"),
+    [
+        ((128, 128), 4, {}),
+        ((64, 128), 7, {"softcap": 5.0}),
+        ((128, 64), 1, {"window": 50}),
+        ((128, 128), 8, {"window": 3, "sinks": True}),
+        ((64, 64), 2, {"sinks": True}),
+    ],
+    ids=str,
+)
+def test_the_int4_register_kernel_equals_the_definition(
+    head_dims: tuple[int, int], group: int, options: dict, programs: int
+) -> None:
+    """A code, a scale or a zero that meets the wrong channel, group or token shows nowhere but in the result."""
+    shape = Shape(
+        q_lens=(1,) * 5,
+        seq_lens=(1, 0, 37, 256, 333),
+        group=group,
+        head_dim=head_dims[0],
+        v_head_dim=head_dims[1],
+        block_size=32 if programs == 1 else 16,
+        dtype=torch.bfloat16 if programs == 7 else torch.float16,
+        k_format=UINT4,
+        **options,
+    )
+    case = make_case(shape)
+    on_gpu = to_device(case, "cuda")
+    assert decode_int4.fits(on_gpu.query, on_gpu.layer)
+    default = choose_config(on_gpu.query, on_gpu.layer, 5, 333)
+    check(run_decode(case, replace(default, programs=programs, least=1)), definition(case), shape)
 
 
 @pytest.mark.gpu
@@ -286,6 +356,6 @@ def test_pages_and_queries_may_be_strided_views() -> None:
     case = make_case(shape)
     wide = torch.full((2, 9, 64), float("nan"))
     wide[:, 3:7] = case.query
-    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, num_splits=1)
+    config = DecodeConfig(tile=16, num_warps=4, num_stages=2)
     check(run_decode(replace(case, query=wide[:, 3:7]), config), definition(case), shape)
     assert empty_pages(2, 2, 16, 64, torch.float32).tensor.stride(0) > 2 * 16 * 64

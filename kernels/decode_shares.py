@@ -1,0 +1,147 @@
+"""Equal shares of a decode step for a fixed number of programs, and the joining of sequences that were shared.
+
+The tiles of all sequences and KV heads stand in one line, (sequence, KV head, tile), and each program takes as many
+neighbours of it as any other, or one more. Every program reads the same number of bytes whatever the lengths are,
+nobody waits for a last wave, and the launch depends on Python bounds only, so a captured graph serves any lengths up to
+its capacity. A share may begin and end inside a sequence's head: what it computes there is a partial result (slot 1 of
+the program if it holds the first tile, else slot 0), and `join_kernel` makes one of them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+SCAN = tl.constexpr(256)  # sequences looked at in one step
+
+
+@triton.jit
+def visible_tiles(seq_len, window, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """First token that the query sees, its tile, and how many tiles there are from it on."""
+    first_token = tl.maximum(seq_len - window, 0) if WINDOW else seq_len * 0
+    first_tile = first_token // TILE
+    return first_token, first_tile, tl.cdiv(seq_len, TILE) - first_tile
+
+
+@triton.jit
+def working_programs(units, num_programs, LEAST: tl.constexpr):
+    """Programs that get a share: of at least LEAST tiles, so that little work is not cut to pieces."""
+    return tl.maximum(tl.minimum(num_programs, tl.cdiv(units, LEAST)), 1)
+
+
+@triton.jit
+def share(
+    seq_lens_ptr,  # [num_seqs] int32
+    num_seqs,
+    kv_heads,
+    window,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """This program's `[begin, end)` of the line, the sequence where it begins, and one head's tiles before that."""
+    n = tl.arange(0, SCAN)
+    units = tl.zeros([], tl.int32)
+    for i in range(0, num_seqs, SCAN):
+        seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < num_seqs, other=0)
+        _, _, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
+        units += tl.sum(tiles, 0)
+    units *= kv_heads
+    program = tl.program_id(0)
+    programs = working_programs(units, tl.num_programs(0), LEAST)
+    least = units // programs
+    begin = tl.minimum(program * least + tl.minimum(program, units % programs), units)
+    end = tl.minimum(begin + least + (program < units % programs).to(tl.int32), units)
+    seq = 0
+    before = 0
+    base = 0
+    for i in range(0, num_seqs, SCAN):
+        seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < num_seqs, other=0)
+        _, _, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
+        ends = base + tl.cumsum(tiles, 0)
+        passed = (ends * kv_heads <= begin) & (i + n < num_seqs)
+        seq += tl.sum(passed.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
+        base += tl.sum(tiles, 0)
+    return begin, end, seq, before
+
+
+@triton.jit
+def _program_of(unit, units, programs):
+    """The program whose share holds `unit`: the first `units % programs` ones have one more than the others."""
+    least = units // programs
+    more = (units % programs) * (least + 1)
+    return tl.where(unit < more, unit // (least + 1), units % programs + (unit - more) // least)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "window", "num_programs"])
+def join_kernel(
+    out_ptr,  # [num_seqs, heads, V_DIM]
+    partial_ptr,  # [num_programs, 2, GROUP, V_DIM] fp32
+    lse_ptr,  # [num_programs, 2, GROUP] fp32, base 2
+    seq_lens_ptr,  # [num_seqs] int32
+    sinks_ptr,  # [heads]
+    num_seqs,
+    window,
+    num_programs,
+    GROUP: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+    STEP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One head of one sequence: join its partial results, if there are any; zeros where the sequence is empty."""
+    head = tl.program_id(0)
+    seq = tl.program_id(1)
+    heads = tl.num_programs(0)
+    kv_heads = heads // GROUP
+    n = tl.arange(0, SCAN)
+    units = tl.zeros([], tl.int32)
+    before = tl.zeros([], tl.int32)
+    for i in range(0, num_seqs, SCAN):
+        seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < num_seqs, other=0)
+        _, _, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
+        units += tl.sum(tiles, 0)
+        before += tl.sum(tl.where(i + n < seq, tiles, 0), 0)
+    units *= kv_heads
+    if OVERLAP:  # every program, whatever it has to do: what follows this kernel follows the other one too
+        gdc_wait()
+    _, _, tiles = visible_tiles(tl.load(seq_lens_ptr + seq), window, WINDOW, TILE)
+    d = tl.arange(0, V_BLOCK)
+    out_row = out_ptr + (seq.to(tl.int64) * heads + head) * V_DIM + d
+    if tiles == 0:  # a padded row of a captured graph
+        tl.store(out_row, tl.zeros([V_BLOCK], out_ptr.dtype.element_ty), mask=d < V_DIM)
+        return
+    begin = before * kv_heads + head // GROUP * tiles
+    programs = working_programs(units, num_programs, LEAST)
+    first = _program_of(begin, units, programs)
+    last = _program_of(begin + tiles - 1, units, programs)
+    if first == last:
+        return
+
+    s = tl.arange(0, STEP)
+    acc = tl.zeros([V_BLOCK], tl.float32)
+    top = float("-inf")
+    total = 0.0
+    if SINKS:
+        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        total = 1.0
+    for p in range(first, last + 1, STEP):
+        live = p + s <= last
+        slot = ((p + s) * 2 + (p + s == first).to(tl.int32)) * GROUP + head % GROUP
+        lse = tl.load(lse_ptr + slot, mask=live, other=float("-inf"))
+        part = tl.load(
+            partial_ptr + slot[:, None] * V_DIM + d[None, :], mask=live[:, None] & (d < V_DIM)[None, :], other=0.0
+        )
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        weight = tl.exp2(lse - new_top)
+        decay = tl.exp2(top - new_top)
+        acc = acc * decay + tl.sum(part * weight[:, None], 0)
+        total = total * decay + tl.sum(weight, 0)
+        top = new_top
+    tl.store(out_row, (acc / total).to(out_ptr.dtype.element_ty), mask=d < V_DIM)
