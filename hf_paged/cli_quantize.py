@@ -34,7 +34,11 @@ def quantize(
     ] = "auto",
     act_order: Annotated[bool, typer.Option("--act-order", help="gptq: large activations first.")] = False,
     static_groups: Annotated[bool, typer.Option(help="gptq with act-order: groups lie in the natural order.")] = True,
-    mse: Annotated[bool, typer.Option("--mse", help="gptq, rtn: search each group's range.")] = False,
+    mse: Annotated[_Switch, typer.Option(help="Search each group's range.  [default: gptq yes]")] = None,
+    scale: Annotated[bool, typer.Option("--scale", help="gptq: scale channels first, as awq does.")] = False,
+    asymmetry: Annotated[
+        float | None, typer.Option(help="gptq: share of earlier layers' errors to make up for.  [default: 0.5]")
+    ] = None,
     damping: Annotated[float, typer.Option(help="gptq: share of the Hessian's mean added to its diagonal.")] = 0.01,
     true_sequential: Annotated[bool, typer.Option(help="gptq: linears see what those before them became.")] = True,
     clip: Annotated[bool, typer.Option(help="awq: search how far to clip each group.")] = True,
@@ -61,8 +65,8 @@ def quantize(
     """
     options = {
         "method": method, "bits": bits, "group_size": group_size, "sym": sym, "format": form, "act_order": act_order,
-        "static_groups": static_groups, "mse": mse, "damping": damping, "true_sequential": true_sequential,
-        "clip": clip, "skip": tuple(skip or ()), "seed": seed,
+        "static_groups": static_groups, "mse": mse, "scale": scale, "asymmetry": asymmetry, "damping": damping,
+        "true_sequential": true_sequential, "clip": clip, "skip": tuple(skip or ()), "seed": seed,
     }  # fmt: skip
     options |= {name: value for name, value in (("samples", samples), ("seqlen", seqlen)) if value is not None}
     support.check_plot(plot)

@@ -111,6 +111,10 @@ class LayerInputs:
         output: Tensor = out[0] if isinstance(out, tuple) else out
         return output
 
+    def copy(self) -> LayerInputs:
+        """The same hidden states, to be advanced apart."""
+        return LayerInputs(self.hidden.clone(), self._calls, self.batch, self.device)
+
     def advance(self, index: int, layer: nn.Module) -> None:
         """Replace every window's hidden states by the layer's output."""
         for part, output in self.run(index, layer):

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from hf_paged.quant import formats
 from hf_paged.quant.layout import Layout, TensorSpec
 from hf_paged.quant.quantize_config import QuantizeConfig
+from hf_paged.quant.quantize_report import package_version
 from hf_paged.quant.weight import QuantizedWeight, dequantize
 
 _SUFFIXES = {
@@ -71,7 +71,7 @@ def quantization_config(config: QuantizeConfig, plain: Sequence[str], head: str 
     """The `quantization_config` of config.json. `plain`: weights inside decoder layers that are not quantized, and
     `head`, the output embeddings, by their names in the files."""
     # the rule that GPTQModel reads for both methods, and vLLM for GPTQ
-    dynamic = {"dynamic": {f"-:^{re.escape(name)}$": {} for name in plain}} if plain else {}
+    dynamic: dict[str, Any] = {"dynamic": {f"-:^{re.escape(name)}$": {} for name in plain}} if plain else {}
     if config.format == "awq":
         return {
             "quant_method": "awq",
@@ -94,11 +94,13 @@ def quantization_config(config: QuantizeConfig, plain: Sequence[str], head: str 
         "checkpoint_format": config.format,
         "pack_dtype": "int32",
         "meta": {
-            "quantizer": [f"hf_paged:{importlib.metadata.version('hf_paged')}"],
+            "quantizer": [f"hf_paged:{package_version()}"],
             "method": config.method,
             "damp_percent": config.damping,
             "static_groups": config.static_groups,
             "true_sequential": config.true_sequential,
+            "mse": config.mse,
+            "asymmetry": config.asymmetry,
         },
         **dynamic,
     }

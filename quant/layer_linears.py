@@ -28,6 +28,7 @@ class LinearGroup:
 
     names: tuple[str, ...]
     stage: int  # groups of one stage do not depend on one another
+    routed: bool  # of an expert: its tokens are those that the router sends
 
 
 @dataclass(kw_only=True)
@@ -137,7 +138,7 @@ def _numbered(order: Sequence[str], keys: dict[str, tuple[Any, ...]]) -> list[Li
     for key, names in groups.items():
         kind = key[:-1] if key[0] == "experts" else key  # all experts' first projections, then all their second ones
         stage = stages.setdefault(kind, len(stages))
-        found.append(LinearGroup(names=tuple(names), stage=stage))
+        found.append(LinearGroup(names=tuple(names), stage=stage, routed=key[0] == "experts"))
     return sorted(found, key=lambda group: group.stage)
 
 

@@ -1,26 +1,25 @@
 """Quantizing the linears of one decoder layer: by their weights alone, by GPTQ, or by AWQ.
 
 A quantizer leaves in the layer what a reader of the file will see, dequantized, so that running the layer again gives
-the inputs of the next one. Statistics are one Hessian per group of linears that read the same activation: no activation
-is kept. Device memory beside the layer: the Hessians of one stage, for AWQ those of all groups.
+the inputs of the next one. Device memory beside the layer: the Hessians of one stage and one factorisation; where all
+groups are looked at together (AWQ's scales) those of all groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_paged.quant.awq import awq_clip, awq_scales
-from hf_paged.quant.decoder_layers import LayerInputs
 from hf_paged.quant.gptq import gptq
 from hf_paged.quant.grid import Grid
 from hf_paged.quant.hessian import Hessian
 from hf_paged.quant.layer_linears import LinearGroup, get_weight
+from hf_paged.quant.layer_statistics import LayerRun
 from hf_paged.quant.quantize_config import QuantizeConfig
 from hf_paged.quant.quantize_report import LinearReport
 from hf_paged.quant.rtn import rtn, rtn_fp8
@@ -47,7 +46,8 @@ class LayerResult:
 
 def grid_of(config: QuantizeConfig, dtype: torch.dtype) -> Grid:
     """The grid that `config` (resolved) asks for; `dtype` is the model's in its files."""
-    assert config.bits is not None and config.group_size is not None and config.sym is not None
+    assert config.bits is not None and config.group_size is not None
+    assert config.sym is not None and config.mse is not None
     return Grid(
         bits=config.bits,
         group_size=config.group_size,
@@ -72,94 +72,94 @@ def quantize_weights(layer: nn.Module, names: Sequence[str], config: QuantizeCon
     return result
 
 
-def quantize_gptq(
-    index: int, layer: nn.Module, groups: Sequence[LinearGroup], inputs: LayerInputs, config: QuantizeConfig, grid: Grid
-) -> LayerResult:
-    """GPTQ, stage after stage: later linears see what earlier ones became (`true_sequential`), or all at once."""
-    result = LayerResult()
-    stages = sorted({group.stage for group in groups})
-    for stage in stages if config.true_sequential else [None]:
-        now = [group for group in groups if stage in (None, group.stage)]
-        hessians = collect_hessians(index, layer, now, inputs)
-        while now:
-            group = now.pop(0)
-            _gptq_group(layer, group, hessians.pop(group), config, grid, result)
-    return result
+class CalibratedQuantizer:
+    """GPTQ or AWQ on one layer. `trace` is needed where scales are searched."""
 
+    def __init__(
+        self,
+        run: LayerRun,
+        groups: Sequence[LinearGroup],
+        trace: LayerTrace | None,
+        config: QuantizeConfig,
+        grid: Grid,
+    ) -> None:
+        self.run, self.groups, self.trace, self.config, self.grid = run, groups, trace, config, grid
+        self.result = LayerResult()
+        self._notes: dict[LinearGroup, str] = {}  # why a group's scales were kept out
 
-def _gptq_group(
-    layer: nn.Module, group: LinearGroup, hessian: Hessian, config: QuantizeConfig, grid: Grid, result: LayerResult
-) -> None:
-    weights = {name: get_weight(layer.get_submodule(name)) for name in group.names}
-    energies = {name: _energy(weight, hessian) for name, weight in weights.items()}
-    tokens, note = hessian.tokens, _sparse(hessian)
-    with _naming(group.names[0]):
-        factor = hessian.factor(damping=config.damping, act_order=config.act_order)
-    for name, weight in weights.items():
-        with _naming(name):
-            quantized, errors = gptq(weight, factor, grid, static_groups=config.act_order and config.static_groups)
-        result.add(name, quantized, float(errors.sum()) / energies[name], tokens, note)
-        weight.copy_(as_dense(quantized, weight.dtype))
+    def gptq(self) -> LayerResult:
+        """Stage after stage: later linears see what earlier ones became (`true_sequential`), or all at once."""
+        if self.trace is not None:
+            self._scale(self.run.hessians(self.groups), self.trace)
+        stages = sorted({group.stage for group in self.groups}) if self.config.true_sequential else [None]
+        for stage in stages:
+            now = [group for group in self.groups if stage in (None, group.stage)]
+            hessians = self.run.hessians(now)
+            for group in now:
+                self._gptq_group(group, hessians.pop(group))
+        return self.result
 
+    def awq(self) -> LayerResult:
+        """Scales for all groups first, folded into what produces their inputs, then clipping, then rounding."""
+        assert self.trace is not None
+        hessians = self.run.hessians(self.groups)
+        unclipped = self._scale(hessians, self.trace)
+        for group in self.groups:
+            hessian = hessians.pop(group)
+            for name in group.names:
+                weight = self._weight(name)
+                with _naming(name):
+                    clip = self.config.clip and hessian.tokens > 0 and name not in unclipped
+                    clipped = awq_clip(weight, hessian, self.grid) if clip else weight
+                    quantized = rtn(clipped, self.grid, hessian.mean_square if hessian.tokens else None)
+                actual = as_dense(quantized, torch.float32)
+                error = _error(actual - weight.float(), hessian) / _energy(weight, hessian)
+                self.result.add(name, quantized, error, hessian.tokens, self._note(group, hessian))
+                weight.copy_(actual)
+        return self.result
 
-def quantize_awq(
-    index: int,
-    layer: nn.Module,
-    groups: Sequence[LinearGroup],
-    trace: LayerTrace,
-    inputs: LayerInputs,
-    config: QuantizeConfig,
-    grid: Grid,
-) -> LayerResult:
-    """AWQ: scales for all groups first, folded into what produces their input, then clipping, then rounding."""
-    result = LayerResult()
-    hessians = collect_hessians(index, layer, groups, inputs)
-    notes: dict[LinearGroup, str | None] = {}
-    unclipped = set(trace.attention_inputs(groups))
-    for group in groups:
-        hessian, names = hessians[group], group.names
-        folding = find_folding(layer, group, trace)
-        notes[group] = folding if isinstance(folding, str) else _sparse(hessian)
-        if isinstance(folding, Folding):
-            with _naming(names[0]):
-                weights = [get_weight(layer.get_submodule(name)) for name in names]
-                scales = awq_scales(weights, hessian, grid, share=folding.share)
-            result.changed |= folding.apply(layer, scales)
+    def _gptq_group(self, group: LinearGroup, hessian: Hessian) -> None:
+        config, weights = self.config, {name: self._weight(name) for name in group.names}
+        energies = {name: _energy(weight, hessian) for name, weight in weights.items()}
+        note = self._note(group, hessian)
+        with _naming(group.names[0]):
+            factor = hessian.factor(damping=config.damping, act_order=config.act_order)
+        static = config.act_order and config.static_groups
+        assert config.asymmetry is not None
+        for name, weight in weights.items():
+            with _naming(name):
+                quantized, errors = gptq(weight, factor, self.grid, static_groups=static, asymmetry=config.asymmetry)
+            self.result.add(name, quantized, float(errors.sum()) / energies[name], hessian.tokens, note)
+            weight.copy_(as_dense(quantized, weight.dtype))
+
+    def _scale(self, hessians: dict[LinearGroup, Hessian], trace: LayerTrace) -> set[str]:
+        """Search and fold the scales of every group that something can absorb; the linears never to be clipped."""
+        layer, unclipped = self.run.layer, set(trace.attention_inputs(self.groups))
+        for group in self.groups:
+            folding = find_folding(layer, group, trace)
+            if not isinstance(folding, Folding):
+                self._notes[group] = folding
+                continue
+            hessian = hessians[group]
+            with _naming(group.names[0]):
+                weights = [self._weight(name) for name in group.names]
+                scales = awq_scales(weights, hessian, self.grid, share=folding.share)
+            self.result.changed |= folding.apply(layer, scales)
             hessian.scale_(scales)
+            self.run.scales[group] = scales
             if folding.whole:  # v_proj, when this is o_proj; of q and k the product counts, not each output
                 unclipped.discard(folding.producer)
-    for group in groups:
-        hessian = hessians.pop(group)
-        for name in group.names:
-            weight = get_weight(layer.get_submodule(name))
-            with _naming(name):
-                clip = config.clip and hessian.tokens > 0 and name not in unclipped
-                quantized = rtn(awq_clip(weight, hessian, grid) if clip else weight, grid)
-            actual = as_dense(quantized, torch.float32)
-            error = _error(actual - weight.float(), hessian) / _energy(weight, hessian)
-            result.add(name, quantized, error, hessian.tokens, notes[group])
-            weight.copy_(actual)
-    return result
+        return unclipped
 
+    def _weight(self, name: str) -> Tensor:
+        return get_weight(self.run.layer.get_submodule(name))
 
-@torch.no_grad()
-def collect_hessians(
-    index: int, layer: nn.Module, groups: Sequence[LinearGroup], inputs: LayerInputs
-) -> dict[LinearGroup, Hessian]:
-    """One pass over all windows, no further into the layer than the last group's linears."""
-    hessians: dict[LinearGroup, Hessian] = {}
-    last = max(group.stage for group in groups)
-    ends = sum(group.stage == last for group in groups) == 1  # with several (experts) the pass runs to the end
-    with ExitStack() as stack:
-        for group in groups:
-            first = layer.get_submodule(group.names[0])
-            hessian = Hessian(get_weight(first).shape[1], device=inputs.device)
-            hessians[group] = hessian
-            hook = _adding(hessian, stop=ends and group.stage == last)
-            stack.callback(first.register_forward_pre_hook(hook).remove)
-        for _ in inputs.run(index, _Stoppable(layer)):
-            pass
-    return hessians
+    def _note(self, group: LinearGroup, hessian: Hessian) -> str | None:
+        if hessian.tokens == 0:
+            return "no calibration token reached it: rounded to nearest"
+        if hessian.tokens < hessian.in_features:
+            return f"only {hessian.tokens} calibration tokens reached it"
+        return self._notes.get(group)
 
 
 def as_dense(weight: Quantized, dtype: torch.dtype) -> Tensor:
@@ -168,33 +168,6 @@ def as_dense(weight: Quantized, dtype: torch.dtype) -> Tensor:
         return dequantize(weight, dtype)
     codes, scales = weight
     return (codes.float() * scales.float()).to(dtype)
-
-
-class _Enough(Exception):
-    """All that a pass was for has been seen."""
-
-
-class _Stoppable(nn.Module):
-    """A layer whose forward a hook may end; what it then returns means nothing."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self.layer(hidden, *args, **kwargs)
-        except _Enough:
-            return hidden
-
-
-def _adding(hessian: Hessian, *, stop: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        hessian.add(args[0])
-        if stop:
-            raise _Enough
-
-    return hook
 
 
 @contextmanager
@@ -213,11 +186,3 @@ def _energy(weight: Tensor, hessian: Hessian) -> float:
 
 def _error(difference: Tensor, hessian: Hessian) -> float:
     return float(((difference @ hessian.matrix) * difference).sum())
-
-
-def _sparse(hessian: Hessian) -> str | None:
-    if hessian.tokens == 0:
-        return "no calibration token reached it: rounded to nearest"
-    if hessian.tokens < hessian.in_features:
-        return f"only {hessian.tokens} calibration tokens reached it"
-    return None

@@ -8,7 +8,7 @@ file at a time. A run that was killed continues where it was (`resume`): finishe
 
 from __future__ import annotations
 
-import importlib.metadata
+import copy
 import json
 import resource
 import sys
@@ -30,10 +30,12 @@ from hf_paged.quant.decoder_layers import LayerInputs
 from hf_paged.quant.export_format import file_tensors, fp8_tensors, quantization_config, read_tensors
 from hf_paged.quant.header import torch_dtype
 from hf_paged.quant.layer_linears import LinearPlan, get_weight, plan_linears, watch_groups
+from hf_paged.quant.layer_quantizers import LayerResult
+from hf_paged.quant.layer_statistics import LayerRun, Reference
 from hf_paged.quant.partial_output import PartialOutput, check_output, check_space
 from hf_paged.quant.quantize_config import QuantizeConfig
 from hf_paged.quant.quantize_progress import QuantizeProgress
-from hf_paged.quant.quantize_report import LayerReport, QuantizeReport
+from hf_paged.quant.quantize_report import LayerReport, QuantizeReport, package_versions
 from hf_paged.quant.scale_folding import LayerTrace
 from hf_paged.quant.source_model import SourceModel
 from hf_paged.quant.weight import QuantizedWeight
@@ -84,7 +86,7 @@ def quantize(
             "model": source.fingerprint(),
             "config": json.loads(json.dumps(config.as_dict())),
             "calibration": windows.sha256 if windows else None,
-            "hf_paged": importlib.metadata.version("hf_paged"),
+            "versions": package_versions(),
         }
         run = _Run(source, layers, names, plan, config, PartialOutput(output, settings, resume=resume), target)
         with run.partial.discarded_on(ValueError), torch.no_grad():
@@ -110,6 +112,8 @@ class _Run:
         stored = source.config.dtype or torch.float32
         self.stored = stored  # dtype of the model in its files
         self.dtype = stored if device.type == "cuda" else torch.float32  # 16-bit products are slow and rounded on CPUs
+        self.inputs: LayerInputs | None = None  # of the layer at hand, in the model as quantized so far
+        self.reference: LayerInputs | None = None  # the same in the full-precision model
         self.resumed = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -117,29 +121,29 @@ class _Run:
     def quantize_layers(self, calibration: Calibration | None, *, progress: bool) -> list[LayerReport]:
         """Every layer in turn; those that an earlier run finished are only run."""
         finished = [self.partial.finished(index) for index in range(len(self.names))]
-        inputs = None
         if calibration is not None and None in finished:
-            inputs = decoder.embed(self.source, self.layers, calibration.input_ids, self.device, self.dtype)
+            self.inputs = decoder.embed(self.source, self.layers, calibration.input_ids, self.device, self.dtype)
+            if self.config.asymmetry:
+                self.reference = self.inputs.copy()
         reports: list[LayerReport] = []
         with QuantizeProgress(len(self.names), shown=progress) as bar:
             for index, name in enumerate(self.names):
                 report = finished[index]
                 if report is None:
-                    report = self._quantize_layer(index, name, inputs)
+                    report = self._quantize_layer(index, name)
                 else:
                     self.resumed += 1
-                    if inputs is not None and None in finished[index:]:
-                        self._rerun_layer(index, name, inputs)
+                    if None in finished[index:]:
+                        self._rerun_layer(index, name)
                 reports.append(report)
                 bar.advance(report)
         return reports
 
-    def _quantize_layer(self, index: int, name: str, inputs: LayerInputs | None) -> LayerReport:
+    def _quantize_layer(self, index: int, name: str) -> LayerReport:
         begin = time.monotonic()
         relative = self.plan.of_layer(name)
         if not relative:
-            if inputs is not None:
-                self._rerun_layer(index, name, inputs)
+            self._rerun_layer(index, name)
             report = LayerReport(index=index, name=name, linears=(), error=None, seconds=time.monotonic() - begin)
             self.partial.write_layer({}, report)
             return report
@@ -147,49 +151,56 @@ class _Run:
         self.source.fill(name, self.device, self.dtype)
         error = None
         try:
-            if inputs is None:
+            if self.inputs is None:
                 grid = methods.grid_of(self.config, self.stored)
                 result = methods.quantize_weights(layer, relative, self.config, grid)
             else:
-                before = [out.cpu() for _, out in inputs.run(index, layer, limit=_COMPARED)]
-                result = self._calibrated(index, layer, name, relative, inputs)
-                error = _layer_error(index, layer, inputs, before)
-                inputs.advance(index, layer)
+                result, error = self._with_inputs(index, layer, name, relative, self.inputs)
             tensors = self._file_tensors(name, layer, result)
         except ValueError as problem:
             raise ValueError(f"{name}: {problem}") from problem
         finally:
             self.source.empty(name)
-        done = [one for one in relative if one in result.reports]
-        report = LayerReport(
-            index=index,
-            name=name,
-            linears=tuple(result.reports[one] for one in done),
-            error=error,
-            seconds=time.monotonic() - begin,
-        )
+        linears = tuple(result.reports[one] for one in relative)
+        report = LayerReport(index=index, name=name, linears=linears, error=error, seconds=time.monotonic() - begin)
         self.partial.write_layer(tensors, report)
         return report
 
-    def _calibrated(
+    def _with_inputs(
         self, index: int, layer: nn.Module, name: str, relative: Sequence[str], inputs: LayerInputs
-    ) -> methods.LayerResult:
-        window = inputs.hidden[:1].to(self.device)
+    ) -> tuple[LayerResult, float]:
+        """Quantize a filled layer by what reaches it, hand on what it makes of that, and measure its error."""
+        reference = None
+        if self.reference is not None:
+            reference = Reference(layer=copy.deepcopy(layer), inputs=self.reference)
+        before = [out.cpu() for _, out in inputs.run(index, layer, limit=_COMPARED)]
+        result = self._calibrated(
+            LayerRun(index=index, layer=layer, inputs=inputs, reference=reference), name, relative
+        )
+        error = _layer_error(index, layer, inputs, before)
+        if reference is not None:
+            reference.inputs.advance(index, reference.layer)
+        inputs.advance(index, layer)
+        return result, error
+
+    def _calibrated(self, run: LayerRun, name: str, relative: Sequence[str]) -> LayerResult:
+        window = run.inputs.hidden[:1].to(self.device)
 
         def once() -> Tensor:
-            return inputs.call(index, layer, window)
+            return run.inputs.call(run.index, run.layer, window)
 
-        groups = watch_groups(layer, relative, once)
+        groups = watch_groups(run.layer, relative, once)
         missing = set(relative).difference(*(group.names for group in groups))
         if missing:
             raise ValueError(f"{sorted(missing)} were not called in a forward: leave them plain with --skip")
+        trace = None
+        if self.config.method == "awq" or self.config.scale:
+            trace = LayerTrace.watch(run.layer, window, once, _head_dim(self.source.config))
         grid = methods.grid_of(self.config, self.stored)
-        if self.config.method == "gptq":
-            return methods.quantize_gptq(index, layer, groups, inputs, self.config, grid)
-        trace = LayerTrace.watch(layer, window, once, _head_dim(self.source.config))
-        return methods.quantize_awq(index, layer, groups, trace, inputs, self.config, grid)
+        quantizer = methods.CalibratedQuantizer(run, groups, trace, self.config, grid)
+        return quantizer.awq() if self.config.method == "awq" else quantizer.gptq()
 
-    def _file_tensors(self, name: str, layer: nn.Module, result: methods.LayerResult) -> dict[str, Tensor]:
+    def _file_tensors(self, name: str, layer: nn.Module, result: LayerResult) -> dict[str, Tensor]:
         """What replaces the source's tensors of this layer, by the names in the final files."""
         tensors: dict[str, Tensor] = {}
         for relative, weight in result.weights.items():
@@ -207,11 +218,15 @@ class _Run:
                 tensors[key] = layer.get_parameter(relative).detach().to("cpu", torch_dtype(stored)).contiguous()
         return tensors
 
-    def _rerun_layer(self, index: int, name: str, inputs: LayerInputs) -> None:
+    def _rerun_layer(self, index: int, name: str) -> None:
         """Run a layer as it was written (or as it is, with nothing to quantize)."""
+        if self.inputs is None:
+            return
         layer = self.source.model.get_submodule(name)
         self.source.fill(name, self.device, self.dtype)
         try:
+            if self.reference is not None:
+                self.reference.advance(index, layer)
             written = self.partial.read_layer(index) if self.partial.finished(index) else {}
             for relative in self.plan.of_layer(name):
                 key = self.source.file_name[f"{name}.{relative}.weight"]
@@ -222,7 +237,7 @@ class _Run:
             for key, model_name in by_key.items():
                 if model_name.removesuffix(".weight") not in self.plan.shapes:
                     layer.get_parameter(model_name.removeprefix(f"{name}.")).data.copy_(written[key])
-            inputs.advance(index, layer)
+            self.inputs.advance(index, layer)
         finally:
             self.source.empty(name)
 
@@ -236,7 +251,7 @@ class _Run:
             model=model,
             output=str(self.partial.output),
             settings=self.config.as_dict(),
-            versions={name: importlib.metadata.version(name) for name in ("hf_paged", "torch", "transformers")},
+            versions=package_versions(),
             device=torch.cuda.get_device_name(self.device) if cuda else "CPU",
             calibration=None if calibration is None else calibration.as_dict(),
             layers=tuple(reports),

@@ -39,7 +39,9 @@ class QuantizeConfig:
     act_order: bool = False  # gptq: channels of large activations first
     static_groups: bool = True  # gptq with act_order: groups stay where they lie in the file
     damping: float = 0.01  # gptq: added to the Hessian's diagonal, as a share of its mean
-    mse: bool = False  # gptq and rtn: search each group's range for the least squared error
+    mse: bool | None = None  # search each group's range for the least squared error; None: yes with gptq
+    scale: bool = False  # gptq: scale channels first, as AWQ does (which always does)
+    asymmetry: float | None = None  # gptq: share of earlier layers' errors that a linear makes up for; None: 0.5
     true_sequential: bool = True  # gptq: later linears of a layer see what earlier ones became
     clip: bool = True  # awq: search how far to clip each group's range
     skip: tuple[str, ...] = ()  # regular expressions; linears whose name one of them is found in stay plain
@@ -52,10 +54,11 @@ class QuantizeConfig:
             refuse("method", self.method, " | ".join(METHODS))
         if self.format not in FORMATS:
             refuse("format", self.format, " | ".join(FORMATS))
-        for name in ("act_order", "static_groups", "mse", "true_sequential", "clip"):
+        for name in ("act_order", "static_groups", "scale", "true_sequential", "clip"):
             check_bool(name, getattr(self, name))
-        if self.sym is not None:
-            check_bool("sym", self.sym)
+        for name in ("sym", "mse"):
+            if getattr(self, name) is not None:
+                check_bool(name, getattr(self, name))
         if self.bits is not None and self.bits not in (2, 3, 4, 8):
             refuse("bits", self.bits, "2, 3, 4 or 8")
         if self.group_size is not None and self.group_size != -1:
@@ -63,6 +66,8 @@ class QuantizeConfig:
         check_float("damping", self.damping, minimum=0.0, maximum=1.0)
         if self.damping in (0, 1):
             refuse("damping", self.damping, "a number between 0 and 1")
+        if self.asymmetry is not None:
+            check_float("asymmetry", self.asymmetry, minimum=0.0, maximum=1.0)
         check_int("samples", self.samples, minimum=1)
         check_int("seqlen", self.seqlen, minimum=2)
         check_int("seed", self.seed, minimum=0, maximum=2**63 - 1)
@@ -92,7 +97,15 @@ class QuantizeConfig:
             else:  # v1 stores zero - 1 and its readers disagree about a zero point of 0: only symmetric files are safe
                 form = "gptq" if sym else "gptq_v2"
         group_size = self.group_size if self.group_size is not None else (-1 if whole else _DEFAULT_GROUP)
-        return {"bits": bits, "group_size": group_size, "sym": sym, "format": form}
+        gptq = self.method == "gptq"
+        return {
+            "bits": bits,
+            "group_size": group_size,
+            "sym": sym,
+            "format": form,
+            "mse": gptq if self.mse is None else self.mse,
+            "asymmetry": (0.5 if gptq else 0.0) if self.asymmetry is None else self.asymmetry,
+        }
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -110,8 +123,11 @@ class QuantizeConfig:
             refuse("group_size", self.group_size, "-1 with method='fp8': one scale per output channel")
         if self.method != "gptq" and self.act_order:
             refuse("act_order", self.act_order, f"False with method={self.method!r}; only gptq orders channels")
-        if self.mse and self.method not in ("gptq", "rtn"):
+        if self.mse and self.method not in ("gptq", "rtn", "awq"):
             refuse("mse", self.mse, f"False with method={self.method!r}")
+        for name in ("scale", "asymmetry"):
+            if getattr(self, name) and self.method != "gptq":
+                refuse(name, getattr(self, name), f"nothing with method={self.method!r}; only gptq has it")
 
     def _check_format(self) -> None:
         chosen = self._choices()

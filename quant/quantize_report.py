@@ -7,11 +7,15 @@ layers quantized before it hand on.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,19 @@ class QuantizeReport:
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.as_dict(), indent=2), encoding="utf-8")
+
+
+def package_version() -> str:
+    """Of this package; a checkout that is not installed has none."""
+    try:
+        return importlib.metadata.version("hf_paged")
+    except importlib.metadata.PackageNotFoundError:
+        return "uninstalled checkout"
+
+
+def package_versions() -> dict[str, str]:
+    """What a result depends on besides its settings."""
+    return {"hf_paged": package_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def plot_errors(report: QuantizeReport, path: Path) -> None:
