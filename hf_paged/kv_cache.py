@@ -218,7 +218,7 @@ class _RowLayout:
 
     def __init__(self, spec: LayerSpec, fmt: LayerFormat, block_size: int) -> None:
         self.num_bytes = 0
-        self._k_codes, self._v_codes = fmt.k_codes, fmt.v_codes
+        self._k_codes, self._v_codes, self._transform = fmt.k_codes, fmt.v_codes, fmt.transform
         rows = (spec.kv_heads, block_size)
         self._k = self._take(rows, _code_part(spec.head_dim, fmt.k_codes, spec.dtype))
         self._v = self._take(rows, _code_part(spec.v_head_dim, fmt.v_codes, spec.dtype))
@@ -234,6 +234,7 @@ class _RowLayout:
         return LayerKV(
             k=_pages(self._k_codes, self._k.view(slot), self._k_scale.view(slot)),
             v=_pages(self._v_codes, self._v.view(slot), self._v_scale.view(slot)),
+            transform=self._transform,
         )
 
 
