@@ -8,7 +8,7 @@ reads the text's own tokens, so a difference at one token does not become a diff
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_paged.eval.figures import CacheFigures, facts_of
 from hf_paged.eval.scoring import ScoringEngine, default_chunk
 from hf_paged.eval.texts import Window, check_windows, context_of, windows_of
 from hf_paged.logprobs import CHUNK_ELEMENTS
@@ -35,11 +36,9 @@ class TokenDivergence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """One KV format against 16-bit pages. KL is that of the format's distribution from the reference's, in nats."""
+class Divergence(CacheFigures):
+    """One KV cache against 16-bit pages. KL is that of its distribution from the reference's, in nats."""
 
-    kv_cache_dtype: str
-    bytes_per_token: float
     num_tokens: int
     top1_agreement: float  # share of tokens with the same likeliest token
     mean_kl: float
@@ -72,7 +71,7 @@ class _TokenFigures:
 def measure_divergence(
     model: PreTrainedModel,
     token_ids: Sequence[int],
-    kv_cache_dtypes: Sequence[str],
+    caches: Sequence[Mapping[str, Any]],
     *,
     window: int = 1024,
     stride: int | None = None,
@@ -82,15 +81,16 @@ def measure_divergence(
     progress: Callable[[int], object] | None = None,
     **engine_options: Any,
 ) -> list[Divergence]:
-    """Compare formats with 16-bit pages over the windows of a text.
+    """Compare KV caches with 16-bit pages over the windows of a text.
 
     Args:
         token_ids: the whole text.
+        caches: fields of `EngineConfig` that differ, e.g. `{"kv_cache_dtype": "int8", "kv_scales": "off"}`.
         window: tokens per window; `stride`, `limit`: see `texts.windows_of`.
-        num_worst: tokens to name per format.
-        chunk: tokens computed per step; None = the fewer, the more formats there are.
-        progress: told the number of tokens whenever some were scored in all formats.
-        engine_options: fields of `EngineConfig`, for all formats and the reference.
+        num_worst: tokens to name per cache.
+        chunk: tokens computed per step; None = the fewer, the more caches there are.
+        progress: told the number of tokens whenever some were scored in all caches.
+        engine_options: fields of `EngineConfig`, for all caches and the reference.
 
     Raises:
         ValueError: a window that the text or the model's context does not hold, or an option that is not allowed.
@@ -98,11 +98,10 @@ def measure_divergence(
     check_windows(window, stride, limit, context_of(model.config))
     windows = windows_of(token_ids, window, stride, limit)
 
-    names = [REFERENCE, *kv_cache_dtypes]
-    chunk = chunk or default_chunk(model, len(names))
+    configs = [{"kv_cache_dtype": REFERENCE}, *caches]
+    chunk = chunk or default_chunk(model, len(configs))
     engines = [
-        ScoringEngine(model, max_tokens=window - 1, chunk=chunk, kv_cache_dtype=name, **engine_options)
-        for name in names
+        ScoringEngine(model, max_tokens=window - 1, chunk=chunk, **{**engine_options, **config}) for config in configs
     ]
     figures = _token_figures(engines, windows, progress)
     start_of = [i * (stride or window) for i in range(len(windows))]
@@ -155,8 +154,7 @@ def _summary(
     kl, logprob, reference = (x.double().cpu() for x in (figures.kl, figures.logprob, figures.reference))
     worst = kl.topk(min(num_worst, len(kl))).indices.tolist()
     return Divergence(
-        kv_cache_dtype=engine.config.kv_cache_dtype,
-        bytes_per_token=engine.kv_cache.bytes_per_token,
+        **facts_of(engine),
         num_tokens=len(kl),
         top1_agreement=float(figures.same_top1.double().mean()),
         mean_kl=float(kl.mean()),

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_paged.config import refuse
+from hf_paged.eval.figures import CacheFigures, facts_of
 from hf_paged.eval.scoring import ScoringEngine, TokenScores, score_windows
 from hf_paged.eval.texts import Window, context_of
 
@@ -38,11 +39,9 @@ class RetrievalCell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalResult:
-    """One KV format."""
+class RetrievalResult(CacheFigures):
+    """One KV cache."""
 
-    kv_cache_dtype: str
-    bytes_per_token: float
     trials: int  # per cell
     cells: tuple[RetrievalCell, ...]  # by length, then depth
 
@@ -148,8 +147,7 @@ def measure_retrieval(
     engine = ScoringEngine(model, max_tokens=longest - 1, chunk=chunk, kv_cache_dtype=kv_cache_dtype, **engine_options)
     scores = score_windows(engine, [case.window for case in cases], progress)
     return RetrievalResult(
-        kv_cache_dtype=kv_cache_dtype,
-        bytes_per_token=engine.kv_cache.bytes_per_token,
+        **facts_of(engine),
         trials=_trials(cases),
         cells=_cells(cases, scores),
     )

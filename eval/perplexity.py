@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_paged.eval.figures import CacheFigures, facts_of
 from hf_paged.eval.scoring import ScoringEngine, score_windows
 from hf_paged.eval.texts import check_windows, context_of, windows_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexityResult:
-    """One text under one model and KV format."""
+class PerplexityResult(CacheFigures):
+    """One text under one model and KV cache."""
 
-    kv_cache_dtype: str
-    bytes_per_token: float  # of KV cache, all layers
     perplexity: float
     stderr: float  # of the perplexity, over tokens
     num_tokens: int  # scored
@@ -85,8 +84,7 @@ def measure_perplexity(
     logprobs = torch.cat([scores.logprobs for scores in score_windows(engine, windows, progress)])
     perplexity = math.exp(-float(logprobs.mean()))
     return PerplexityResult(
-        kv_cache_dtype=kv_cache_dtype,
-        bytes_per_token=engine.kv_cache.bytes_per_token,
+        **facts_of(engine),
         perplexity=perplexity,
         stderr=perplexity * _stderr(logprobs),
         num_tokens=len(logprobs),

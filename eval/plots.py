@@ -26,13 +26,18 @@ def plot_perplexity(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
             if row["model"] == model:
                 at = (row["bytes_per_token"], 100 * row["change"])
                 panel.errorbar(*at, 100 * row["change_stderr"], fmt="o", capsize=3)
-                panel.annotate(row["kv_cache_dtype"], at, (6, 6), textcoords="offset points", fontsize=8)
+                panel.annotate(_name(row), at, (6, 6), textcoords="offset points", fontsize=8)
         panel.axhline(0, color="0.7", linewidth=0.8)
         panel.margins(x=0.25, y=0.2)
         panel.set_title(Path(model).name, fontsize=10)
         panel.set_xlabel("KV bytes per token")
     panels[0].set_ylabel("change of perplexity, %")
     figure.savefig(file, dpi=_DPI)
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    name: str = row["kv_cache_dtype"]
+    return f"{name} naive" if row["kv_scales"] == "off" and name != "auto" else name
 
 
 def plot_heat_maps(

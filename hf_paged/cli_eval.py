@@ -40,12 +40,15 @@ def perplexity(
     text: support.TextFile = None,
     dataset: support.DatasetName = None,
     kv_cache_dtype: support.KVFormats = None,
+    naive: support.Naive = False,
     window: Annotated[
         int | None, typer.Option(min=2, help="Tokens per window; default: 2048, or the context of a shorter model.")
     ] = None,
     stride: support.Stride = None,
     max_windows: support.MaxWindows = None,
     chunk: support.Chunk = None,
+    kv_scales: support.KVScales = "auto",
+    kv_error_budget: support.KVErrorBudget = "auto",
     block_size: cli.BlockSize = EngineConfig.block_size,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
@@ -58,8 +61,8 @@ def perplexity(
     through the engine's pages: what a format loses is in the figure. A change is relative to "auto", or to the first
     format if that is not listed, with the standard error of the paired differences.
     """
-    options = cli.engine_options({"block_size": block_size})
-    formats = support.formats_of(kv_cache_dtype, default="auto,fp8,int8")
+    options = support.engine_options(block_size, kv_scales, kv_error_budget)
+    caches = support.caches_of(support.formats_of(kv_cache_dtype, default="auto,fp8,int8"), naive)
     support.check_source(text, dataset)
     support.check_plot(plot)
     from hf_paged.eval.perplexity import measure_perplexity
@@ -77,11 +80,11 @@ def perplexity(
         loaded, tokenizer = support.load(model, dtype, device)
         ids = token_ids_of(tokenizer, content)
         total = sum(w.num_scored for w in windows_of(ids, windows[model], stride, max_windows))
-        for name in formats:
-            with support.progress_bar(f"{model} {name}", total) as progress:
+        for cache in caches:
+            with support.progress_bar(f"{model} {support.name_of(cache)}", total) as progress:
                 result = measure_perplexity(
-                    loaded, ids, window=windows[model], stride=stride, limit=max_windows, kv_cache_dtype=name,
-                    chunk=chunk, progress=progress, **options,
+                    loaded, ids, window=windows[model], stride=stride, limit=max_windows, chunk=chunk,
+                    progress=progress, **{**options, **cache},
                 )  # fmt: skip
             results.setdefault(model, []).append(result)
         del loaded  # before the next one is loaded
@@ -119,13 +122,14 @@ def _print_perplexity(source: str, results: dict[str, list[PerplexityResult]]) -
         table = Table(
             title=f"{model} on {source}: {rows[0].num_tokens:,} tokens scored, {windows}", title_justify="left"
         )
-        for column in ("KV", "bytes/token", "perplexity", "change"):
+        for column in ("KV", "bytes/token", "protected", "perplexity", "change"):
             table.add_column(column, justify="left" if column == "KV" else "right", no_wrap=True)
         for row in rows:
             change, stderr = _change(row, rows)
             table.add_row(
-                row.kv_cache_dtype,
+                row.name,
                 f"{row.bytes_per_token:,.0f}",
+                f"{row.protected_layers} layers" if row.protected_layers else "",
                 f"{row.perplexity:.4f} ± {row.stderr:.4f}",
                 "" if row is _base(rows) else f"{change:+.3%} ± {stderr:.3%}",
             )
@@ -139,19 +143,22 @@ def divergence(
     text: support.TextFile = None,
     dataset: support.DatasetName = None,
     kv_cache_dtype: support.KVFormats = None,
+    naive: support.Naive = False,
     window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 1024,
     stride: support.Stride = None,
     max_windows: support.MaxWindows = None,
     worst: Annotated[int, typer.Option(min=0, help="Tokens to show per format, those of the largest KL.")] = 5,
     chunk: support.Chunk = None,
+    kv_scales: support.KVScales = "auto",
+    kv_error_budget: support.KVErrorBudget = "auto",
     block_size: cli.BlockSize = EngineConfig.block_size,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
     as_json: cli.JSONOutput = False,
 ) -> None:
     """KL divergence, top-1 agreement and the worst tokens of KV formats against 16-bit pages, teacher-forced."""
-    options = cli.engine_options({"block_size": block_size})
-    formats = support.formats_of(kv_cache_dtype, default="fp8,int8")
+    options = support.engine_options(block_size, kv_scales, kv_error_budget)
+    caches = support.caches_of(support.formats_of(kv_cache_dtype, default="fp8,int8"), naive)
     support.check_source(text, dataset)
     from hf_paged.eval.divergence import measure_divergence
     from hf_paged.eval.texts import check_windows, context_of, token_ids_of, windows_of
@@ -163,7 +170,7 @@ def divergence(
     total = sum(w.num_scored for w in windows_of(ids, window, stride, max_windows))
     with support.progress_bar(model, total) as progress:
         results = measure_divergence(
-            loaded, ids, formats, window=window, stride=stride, limit=max_windows, num_worst=worst, chunk=chunk,
+            loaded, ids, caches, window=window, stride=stride, limit=max_windows, num_worst=worst, chunk=chunk,
             progress=progress, **options,
         )  # fmt: skip
     source = str(text) if text is not None else str(dataset)
@@ -185,7 +192,7 @@ def _print_divergence(title: str, results: list[Divergence]) -> None:
         table.add_column(column, justify="left" if column == "KV" else "right", no_wrap=True)
     for r in results:
         table.add_row(
-            r.kv_cache_dtype,
+            r.name,
             f"{r.bytes_per_token:,.0f}",
             f"{r.top1_agreement:.2%}",
             f"{r.mean_kl:.2e}",
@@ -205,7 +212,7 @@ def _print_worst(results: list[Divergence], ids: list[int], tokenizer: Any) -> N
         for token in r.worst:
             before = tokenizer.decode(ids[max(0, token.position - 8) : token.position])
             table.add_row(
-                r.kv_cache_dtype,
+                r.name,
                 f"{token.position:,}",
                 Text(repr(before)[-32:]),  # brackets in a text are no markup
                 Text(repr(tokenizer.decode([token.token_id]))),

@@ -21,7 +21,10 @@ def kv_error(
     text: support.TextFile = None,
     dataset: support.DatasetName = None,
     kv_cache_dtype: support.KVFormats = None,
+    naive: support.Naive = False,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to read, from the start of the text.")] = 1024,
+    kv_scales: support.KVScales = "auto",
+    kv_error_budget: support.KVErrorBudget = "auto",
     block_size: cli.BlockSize = EngineConfig.block_size,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
@@ -33,8 +36,8 @@ def kv_error(
     K is relative to the keys' deviation from their mean, V and the output to themselves, scores are in units of a
     logit. The table shows the worst head of each layer; --json and --plot show all of them.
     """
-    options = cli.engine_options({"block_size": block_size})
-    formats = support.formats_of(kv_cache_dtype, default="fp8,int8")
+    options = support.engine_options(block_size, kv_scales, kv_error_budget)
+    caches = support.caches_of(support.formats_of(kv_cache_dtype, default="fp8,int8"), naive)
     support.check_source(text, dataset)
     support.check_plot(plot)
     from hf_paged.eval.kv_error import measure_kv_error
@@ -45,9 +48,9 @@ def kv_error(
     loaded, tokenizer = support.load(model, dtype, device)
     (window,) = windows_of(token_ids_of(tokenizer, content), tokens, limit=1)
     results = {}
-    with support.progress_bar(model, len(formats)) as progress:
-        for name in formats:
-            results[name] = measure_kv_error(loaded, window.token_ids, kv_cache_dtype=name, **options)
+    with support.progress_bar(model, len(caches)) as progress:
+        for cache in caches:
+            results[support.name_of(cache)] = measure_kv_error(loaded, window.token_ids, **{**options, **cache})
             progress(1)
     if plot is not None:
         from hf_paged.eval.plots import plot_kv_error

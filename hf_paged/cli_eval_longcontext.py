@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def longcontext(
     model: cli.Model,
     kv_cache_dtype: support.KVFormats = None,
+    naive: support.Naive = False,
     lengths: Annotated[
         str | None, typer.Option(help="Tokens, e.g. 512,2048; default: a quarter, half and all of the context.")
     ] = None,
@@ -33,6 +34,8 @@ def longcontext(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the keys.")] = 0,
     chunk: support.Chunk = None,
+    kv_scales: support.KVScales = "auto",
+    kv_error_budget: support.KVErrorBudget = "auto",
     block_size: cli.BlockSize = EngineConfig.block_size,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
@@ -40,8 +43,8 @@ def longcontext(
     plot: support.PlotFile = None,
 ) -> None:
     """Passkey retrieval by length and depth: the share of keys found, and their mean log-probability."""
-    options = cli.engine_options({"block_size": block_size})
-    formats = support.formats_of(kv_cache_dtype, default="auto,fp8,int8")
+    options = support.engine_options(block_size, kv_scales, kv_error_budget)
+    caches = support.caches_of(support.formats_of(kv_cache_dtype, default="auto,fp8,int8"), naive)
     percents = [float(depth) for depth in _numbers("depths", depths, maximum=100)]
     asked = None if lengths is None else _numbers("lengths", lengths, maximum=2**31)
     support.check_plot(plot)
@@ -58,18 +61,18 @@ def longcontext(
         tokenizer, lengths=wanted, depths=[p / 100 for p in percents], trials=trials, seed=seed, filler=text
     )
     results = []
-    for name in formats:
-        with support.progress_bar(f"{model} {name}", sum(case.window.num_scored for case in cases)) as progress:
-            results.append(
-                measure_retrieval(loaded, cases, kv_cache_dtype=name, chunk=chunk, progress=progress, **options)
-            )
+    for cache in caches:
+        with support.progress_bar(
+            f"{model} {support.name_of(cache)}", sum(case.window.num_scored for case in cases)
+        ) as progress:
+            results.append(measure_retrieval(loaded, cases, chunk=chunk, progress=progress, **{**options, **cache}))
     if plot is not None:
         _plot(results, wanted, percents, plot)
     if as_json:
         print(json.dumps({"model": model, "seed": seed, "results": [result.as_dict() for result in results]}))
         return
     for result in results:
-        _print(f"{model}, KV {result.kv_cache_dtype}", result, wanted, percents)
+        _print(f"{model}, KV {result.name}", result, wanted, percents)
 
 
 def _numbers(name: str, text: str, *, maximum: int) -> list[int]:
@@ -101,7 +104,7 @@ def _plot(results: list[RetrievalResult], lengths: list[int], depths: list[float
     panels = {}
     for result in results:
         cells = {(cell.length, cell.depth): cell.retrieved for cell in result.cells}
-        panels[result.kv_cache_dtype] = [[cells[length, depth / 100] for length in lengths] for depth in depths]
+        panels[result.name] = [[cells[length, depth / 100] for length in lengths] for depth in depths]
     plot_heat_maps(
         panels, file, rows=[f"{depth:g}%" for depth in depths], columns=lengths,
         labels=("depth of the key", "tokens", "keys found"), limits=(0.0, 1.0),

@@ -6,8 +6,8 @@ All that can be refused is refused before a model is loaded.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hf_paged import cli_support as cli
-from hf_paged.config import parse_kv_cache_dtype
+from hf_paged.config import EngineConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,10 +36,23 @@ KVFormats = Annotated[
     list[str] | None,
     typer.Option("--kv-cache-dtype", help="Formats, a list such as auto,int8,k=int8,v=int4; may be repeated."),
 ]
+Naive = Annotated[bool, typer.Option("--naive", help="Also each quantized format without smoothing and protection.")]
+KVScales = Annotated[str, typer.Option(help="Smoothing of K and V: auto, off, or a file of `hf-paged calibrate`.")]
+KVErrorBudget = Annotated[
+    str, typer.Option(help="Relative error over which a layer is stored finer: auto, off, or a number such as 0.05.")
+]
 Stride = Annotated[int | None, typer.Option(help="Tokens between windows; default: the window, no overlap.")]
 MaxWindows = Annotated[int | None, typer.Option(min=1, help="Windows to score, from the start; default: all.")]
 Chunk = Annotated[int | None, typer.Option(min=1, help="Tokens computed per step; the result does not depend on it.")]
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Also draw the result: a .png, .svg or .pdf file.")]
+
+
+def engine_options(block_size: int, kv_scales: str, kv_error_budget: str) -> dict[str, Any]:
+    """The engine options that all caches of a command share, checked."""
+    budget: float | str = kv_error_budget
+    with suppress(ValueError):
+        budget = float(kv_error_budget)
+    return cli.engine_options({"block_size": block_size, "kv_scales": kv_scales, "kv_error_budget": budget})
 
 
 def formats_of(values: Sequence[str] | None, default: str) -> list[str]:
@@ -54,10 +67,25 @@ def formats_of(values: Sequence[str] | None, default: str) -> list[str]:
         word = words.pop(0)
         if "=" in word and words and "=" in words[0]:
             word = f"{word},{words.pop(0)}"
-        cli.checked(parse_kv_cache_dtype, {"text": word})
+        cli.checked(EngineConfig, {"kv_cache_dtype": word})
         if word not in formats:
             formats.append(word)
     return formats
+
+
+def caches_of(formats: Sequence[str], naive: bool) -> list[dict[str, Any]]:
+    """Engine options of each cache to measure: the formats, and after each its naive form if that is asked."""
+    caches: list[dict[str, Any]] = []
+    for name in formats:
+        caches.append({"kv_cache_dtype": name})
+        if naive and name != "auto":
+            caches.append({"kv_cache_dtype": name, "kv_scales": "off"})
+    return caches
+
+
+def name_of(cache: Mapping[str, Any]) -> str:
+    """A cache of `caches_of` in words."""
+    return f"{cache['kv_cache_dtype']} naive" if cache.get("kv_scales") == "off" else str(cache["kv_cache_dtype"])
 
 
 def check_source(text: Path | None, dataset: str | None) -> None:

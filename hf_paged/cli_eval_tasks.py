@@ -18,6 +18,7 @@ def tasks(
     model: cli.Model,
     names: Annotated[str, typer.Option("--tasks", help="Tasks of lm-eval with commas, e.g. arc_easy,hellaswag.")],
     kv_cache_dtype: support.KVFormats = None,
+    naive: support.Naive = False,
     include_path: Annotated[
         Path | None, typer.Option(help="A folder of further tasks (YAML).", exists=True, file_okay=False)
     ] = None,
@@ -25,14 +26,16 @@ def tasks(
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt; default: the task's.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
     max_length: Annotated[int | None, typer.Option(min=2, help="Tokens of context and answer; default: 4096.")] = None,
+    kv_scales: support.KVScales = "auto",
+    kv_error_budget: support.KVErrorBudget = "auto",
     block_size: cli.BlockSize = EngineConfig.block_size,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
     as_json: cli.JSONOutput = False,
 ) -> None:
     """Accuracy and other metrics of lm-eval tasks for several KV formats."""
-    options = cli.engine_options({"block_size": block_size})
-    formats = support.formats_of(kv_cache_dtype, default="auto,int8")
+    options = support.engine_options(block_size, kv_scales, kv_error_budget)
+    caches = support.caches_of(support.formats_of(kv_cache_dtype, default="auto,int8"), naive)
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -47,16 +50,17 @@ def tasks(
     support.config_of(model)
     loaded, tokenizer = support.load(model, dtype, device)
 
-    def rows_of(name: str) -> list[dict[str, Any]]:
+    def rows_of(cache: dict[str, Any]) -> list[dict[str, Any]]:
         """One format; its engines and their blocks are gone when this returns."""
-        paged = PagedLM(loaded, tokenizer, max_length=max_length, kv_cache_dtype=name, **options)
+        paged = PagedLM(loaded, tokenizer, max_length=max_length, **{**options, **cache})
         found = lm_eval.simple_evaluate(
             model=paged, tasks=wanted, num_fewshot=num_fewshot, limit=limit, apply_chat_template=chat,
             task_manager=manager, log_samples=False,
         )  # fmt: skip
-        return [{"kv_cache_dtype": name, "bytes_per_token": paged.bytes_per_token, **row} for row in metrics(found)]
+        cost = paged.bytes_per_token
+        return [{"kv_cache": support.name_of(cache), "bytes_per_token": cost, **row} for row in metrics(found)]
 
-    rows = [row for name in formats for row in rows_of(name)]
+    rows = [row for cache in caches for row in rows_of(cache)]
     if as_json:
         print(json.dumps({"model": model, "limit": limit, "results": rows}))
         return
@@ -66,7 +70,7 @@ def tasks(
     for row in sorted(rows, key=lambda row: (row["task"], row["metric"])):
         stderr = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"
         cost = f"{row['bytes_per_token']:,.0f}"
-        table.add_row(row["task"], row["metric"], row["kv_cache_dtype"], cost, f"{row['value']:.4f}{stderr}")
+        table.add_row(row["task"], row["metric"], row["kv_cache"], cost, f"{row['value']:.4f}{stderr}")
     cli.OUT.print(table, highlight=False)
 
 

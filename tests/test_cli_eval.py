@@ -54,6 +54,8 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--window", "300"], "window=300 is not allowed; allowed: 2..256"),
         (["--window", "64", "--stride", "65"], "stride=65 is not allowed; allowed: 1..64"),
         (["--window", "64", "--stride", "0"], "stride=0"),
+        (["--kv-error-budget", "-1"], "kv_error_budget=-1.0"),
+        (["--kv-error-budget", "some"], "kv_error_budget='some'"),
         (["--plot", "out.gif"], "out.gif is not allowed; allowed: a file that ends in .png"),
         (["--plot", "nowhere/out.png"], "there is no folder nowhere"),
         (["--dataset", "wikitext2"], "one of them"),
@@ -85,6 +87,16 @@ def test_formats_come_in_lists_and_a_pair_is_one_format() -> None:
     assert support.formats_of(["auto,fp8", "k=int8,v=auto,int8"], "auto") == ["auto", "fp8", "k=int8,v=auto", "int8"]
     assert support.formats_of(None, "auto,fp8") == ["auto", "fp8"]
     assert support.formats_of(["int8, int8"], "auto") == ["int8"]
+
+
+def test_naive_adds_each_quantized_format_without_smoothing(model_path: Path, text_path: Path) -> None:
+    options = ("--text", text_path, "--window", 64, "--max-windows", 1, "--kv-cache-dtype", "auto,int8", "--naive")
+    rows = json.loads(run("perplexity", model_path, *options, "--json").stdout)["results"]
+    assert [(row["kv_cache_dtype"], row["kv_scales"]) for row in rows] == [
+        ("auto", "auto"), ("int8", "auto"), ("int8", "off"),
+    ]  # fmt: skip
+    for command in ("perplexity", "divergence"):
+        assert "int8 naive" in run(command, model_path, *options).stdout
 
 
 def test_perplexity_writes_one_line_of_json_with_what_was_measured(

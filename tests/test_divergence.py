@@ -16,13 +16,17 @@ WINDOW = 48
 TEXT = prompts((130,), seed=3)[0].tolist()
 
 
+def caches(*kv_cache_dtypes: str) -> list[dict[str, str]]:
+    return [{"kv_cache_dtype": name} for name in kv_cache_dtypes]
+
+
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return tiny_model("llama")
 
 
 def test_a_format_differs_from_16_bit_pages_by_its_codes_alone(model: PreTrainedModel) -> None:
-    auto, int8, fp8 = measure_divergence(model, TEXT, ["auto", "int8", "fp8"], window=WINDOW)
+    auto, int8, fp8 = measure_divergence(model, TEXT, caches("auto", "int8", "fp8"), window=WINDOW)
     assert auto.top1_agreement == 1.0
     assert auto.max_kl == 0.0 == auto.mean_abs_delta
     assert auto.perplexity == auto.reference_perplexity
@@ -35,7 +39,7 @@ def test_a_format_differs_from_16_bit_pages_by_its_codes_alone(model: PreTrained
 
 @pytest.mark.parametrize("stride", [None, 20])
 def test_perplexities_are_those_that_eval_perplexity_gives(model: PreTrainedModel, stride: int | None) -> None:
-    (int8,) = measure_divergence(model, TEXT, ["int8"], window=WINDOW, stride=stride)
+    (int8,) = measure_divergence(model, TEXT, caches("int8"), window=WINDOW, stride=stride)
     for name, perplexity in (("int8", int8.perplexity), ("auto", int8.reference_perplexity)):
         result = measure_perplexity(model, TEXT, window=WINDOW, stride=stride, kv_cache_dtype=name)
         assert perplexity == pytest.approx(result.perplexity, rel=1e-6)
@@ -46,15 +50,15 @@ def test_perplexities_are_those_that_eval_perplexity_gives(model: PreTrainedMode
 def test_figures_do_not_depend_on_chunks_nor_on_how_much_is_held_at_once(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    (whole,) = measure_divergence(model, TEXT, ["int8"], window=WINDOW, stride=20)
+    (whole,) = measure_divergence(model, TEXT, caches("int8"), window=WINDOW, stride=20)
     monkeypatch.setattr(divergence, "CHUNK_ELEMENTS", 5 * model.config.vocab_size)
-    (chunked,) = measure_divergence(model, TEXT, ["int8"], window=WINDOW, stride=20, chunk=chunk)
+    (chunked,) = measure_divergence(model, TEXT, caches("int8"), window=WINDOW, stride=20, chunk=chunk)
     assert chunked.mean_kl == pytest.approx(whole.mean_kl, rel=1e-3)
     assert [token.position for token in chunked.worst] == [token.position for token in whole.worst]
 
 
 def test_the_worst_tokens_are_where_they_are_said_to_be(model: PreTrainedModel) -> None:
-    (int8,) = measure_divergence(model, TEXT, ["int8"], window=WINDOW, stride=20, num_worst=3)
+    (int8,) = measure_divergence(model, TEXT, caches("int8"), window=WINDOW, stride=20, num_worst=3)
     assert len(int8.worst) == 3
     for token in int8.worst:
         assert TEXT[token.position] == token.token_id
@@ -73,5 +77,5 @@ def _last_logprobs(model: PreTrainedModel, ids: list[int], kv_cache_dtype: str) 
 
 def test_a_text_shorter_than_a_window_is_refused_by_both_numbers(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match=r"130 tokens.*window of 131"):
-        measure_divergence(model, TEXT, ["int8"], window=131)
-    assert math.isfinite(measure_divergence(model, TEXT, ["int8"], window=130)[0].mean_kl)
+        measure_divergence(model, TEXT, caches("int8"), window=131)
+    assert math.isfinite(measure_divergence(model, TEXT, caches("int8"), window=130)[0].mean_kl)

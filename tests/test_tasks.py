@@ -151,7 +151,7 @@ def test_the_command_prints_every_metric_of_every_format(folder: Path) -> None:
     result = run("tasks", folder / "model", *options, "--json")
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout.splitlines()[-1])["results"]
-    metrics = [(row["kv_cache_dtype"], row["task"], row["metric"]) for row in rows]
+    metrics = [(row["kv_cache"], row["task"], row["metric"]) for row in rows]
     expected = [("tiny_choice", "acc"), ("tiny_choice", "acc_norm"), ("tiny_write", "exact_match")]
     assert metrics == [(name, *pair) for name in ("auto", "int8") for pair in expected]
     assert "acc_norm" in run("tasks", folder / "model", *options, "--limit", 2).stdout
