@@ -45,6 +45,7 @@ class EngineConfig:
     skip_layers: tuple[int, ...] = ()  # layers that keep the model dtype in the cache
     kv_scales: str = "auto"  # smoothing: "auto" (calibrate when the model is loaded), "off", or a file of calibrate
     kv_error_budget: float | Literal["auto", "off"] = "auto"  # relative error of a layer; over it, it is stored finer
+    kv_perplexity_budget: float = 0.005  # of kv_cache_dtype="auto-quality": perplexity may rise by this share
     num_blocks: int | None = None  # blocks on the device, the null block included; None = from the free memory
     gpu_memory_utilization: float = 0.9  # share of the device memory for weights, activations and KV blocks
     max_num_seqs: int = 256  # requests that run at the same time
@@ -63,6 +64,7 @@ class EngineConfig:
             refuse("block_size", self.block_size, "16, 32, 64, 128 or 256")
         if self.kv_cache_dtype != AUTO_QUALITY:
             parse_kv_cache_dtype(self.kv_cache_dtype)
+        check_float("kv_perplexity_budget", self.kv_perplexity_budget, minimum=0.0)
         _check_smoothing(self.kv_scales, self.kv_error_budget, self.kv_cache_dtype)
         object.__setattr__(self, "skip_layers", _layer_indices(self.skip_layers))
         if self.num_blocks is not None:

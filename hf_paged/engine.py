@@ -28,6 +28,7 @@ from hf_paged.config import EngineConfig, KVGroup
 from hf_paged.fusion import fuse, not_fused
 from hf_paged.kernels.rng import derive_seed
 from hf_paged.kv_cache import KVCache
+from hf_paged.kv_mix import resolve_quality
 from hf_paged.kv_protection import plan_storage
 from hf_paged.layer_probe import LayerSpec
 from hf_paged.logprobs import LogprobsTensors, gather_logprobs
@@ -87,6 +88,7 @@ class Engine:
         _check_one_device(specs)
         if config.cuda_graphs is True and packed.device.type != "cuda":
             raise ValueError(f'cuda_graphs=True needs a model on a CUDA device, not {packed.device}; allowed: "auto"')
+        config = resolve_quality(model, packed, config)
         self.kv_plan = plan_storage(model, packed, config)
         formats = self.kv_plan.formats
         self.fusion = fuse(packed.view) if _wants_fusion(config, specs) else not_fused("off here, or by fuse=False")

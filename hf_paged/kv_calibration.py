@@ -28,8 +28,9 @@ _QUERY_STEP = 8  # every 8th token's output is compared
 _SEED = 0
 _V_OFFSET_GAIN = 0.5  # a V offset costs an addition per layer and step: kept where it halves the error at least
 _FACTOR_BITS = 8  # factors stay within 2^8 either way: fp16 queries must hold what they are multiplied to
+_LOST = 1e3  # a relative error that means: nothing is left
 _TINY = 1e-20  # of a channel that is always zero
-_FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": UINT4}
+FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": UINT4}
 
 
 @torch.no_grad()
@@ -53,19 +54,29 @@ def calibrate(
     Raises:
         ValueError: fewer than two tokens.
     """
-    limit = getattr(model.view.config.get_text_config(decoder=True), "max_position_embeddings", None) or NUM_TOKENS
+    ids = calibration_tokens(model, token_ids)
     if token_ids is None:
-        ids = _own_tokens(model, min(NUM_TOKENS, limit))
         source = f"{len(ids)} tokens of the model's own, seed {_SEED}"
-    else:
-        if len(token_ids) < 2:
-            raise ValueError(f"the calibration text has {len(token_ids)} tokens; at least 2 are needed")
-        ids = torch.tensor(token_ids[:limit], dtype=torch.long, device=model.device)
     watch = _Watch(k_formats, v_formats)
     _run(model, ids, watch, last_only=True)
     return KVScales(layers={i: watch.layers[i] for i in sorted(watch.layers)}, source=source)
 
 
+def calibration_tokens(model: PackedModel, token_ids: Sequence[int] | None = None) -> Tensor:
+    """`token_ids` as far as the model has positions, or `NUM_TOKENS` of its own; int64 on its device.
+
+    Raises:
+        ValueError: fewer than two tokens.
+    """
+    limit = getattr(model.view.config.get_text_config(decoder=True), "max_position_embeddings", None) or NUM_TOKENS
+    if token_ids is None:
+        return _own_tokens(model, min(NUM_TOKENS, limit))
+    if len(token_ids) < 2:
+        raise ValueError(f"the calibration text has {len(token_ids)} tokens; at least 2 are needed")
+    return torch.tensor(token_ids[:limit], dtype=torch.long, device=model.device)
+
+
+@torch.no_grad()
 def _own_tokens(model: PackedModel, count: int) -> Tensor:
     """Tokens that the model finds likely, each after the random one before it; [count] int64."""
     generator = torch.Generator().manual_seed(_SEED)
@@ -135,8 +146,8 @@ class _Layer:
     def scales(self, k_formats: Collection[str], v_formats: Collection[str]) -> LayerScales:
         k_dim, v_dim = self._key.shape[-1], self._value.shape[-1]
         return LayerScales(
-            keys={name: self._keys(_FORMATS[name]) for name in k_formats if _fits(_FORMATS[name], k_dim)},
-            values={name: self._values(_FORMATS[name]) for name in v_formats if _fits(_FORMATS[name], v_dim)},
+            keys={name: self._keys(FORMATS[name]) for name in k_formats if _fits(FORMATS[name], k_dim)},
+            values={name: self._values(FORMATS[name]) for name in v_formats if _fits(FORMATS[name], v_dim)},
         )
 
     def _keys(self, codes: torch.dtype) -> SideScales:
@@ -188,10 +199,10 @@ class _Layer:
         return self._error_of(self._key, value.transpose(0, 1))
 
     def _error_of(self, key: Tensor, value: Tensor) -> float:
-        """Root mean square of the output's error over that of the output; infinite where it is no number."""
+        """Root mean square of the output's error over that of the output; `_LOST` where it is more, or no number."""
         out = _attention(self._call, self._query, key, value, self._positions)
         error = float((out - self._out).norm() / self._out.norm().clamp(min=1e-30))
-        return error if error == error else float("inf")
+        return error if error < _LOST else _LOST
 
 
 def _fits(codes: torch.dtype, head_dim: int) -> bool:

@@ -17,13 +17,11 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
-from hf_paged.attention import ATTENTION_NAME
 from hf_paged.config import EngineConfig, parse_kv_cache_dtype
 from hf_paged.kv_cache import LayerFormat, layer_formats
 from hf_paged.kv_calibration import CALIBRATIONS
 from hf_paged.kv_scales import KVScales, load_kv_scales, transform_of
 from hf_paged.layer_probe import LayerSpec
-from hf_paged.model_view import build_view
 from hf_paged.packed_model import PackedModel
 
 logger = logging.getLogger(__name__)
@@ -109,24 +107,6 @@ def scales_of(model: PreTrainedModel, packed: PackedModel, config: EngineConfig)
 def _measured(asked: str) -> list[str]:
     """A format and the finer ones that a layer may take instead, less the model's dtype."""
     return [] if asked == "auto" else [asked, *_measured(_FINER[asked])]
-
-
-def scales_of_model(model: PreTrainedModel, config: EngineConfig) -> KVScales | None:
-    """`scales_of` for a model that nobody has looked at yet, for a cache that any attention may read.
-
-    "auto" does without scales where pages cannot run the model themselves; that is logged.
-    """
-    if config.kv_scales == "off" or parse_kv_cache_dtype(config.kv_cache_dtype) == ("auto", "auto"):
-        return None
-    try:
-        is_view = model.config._attn_implementation == ATTENTION_NAME
-        packed = PackedModel(model if is_view else build_view(model))
-    except ValueError as error:
-        if config.kv_scales != "auto":
-            raise
-        logger.info("the KV cache of %s is not smoothed: %s", type(model).__name__, error)
-        return None
-    return scales_of(model, packed, config)
 
 
 def plan_layers(specs: Sequence[LayerSpec], config: EngineConfig, scales: KVScales | None) -> KVPlan:

@@ -51,10 +51,18 @@ class KVMix:
     """The cheapest formats within a perplexity budget, and what was measured."""
 
     kv_cache_dtype: str
+    error_budget: float | None  # `kv_error_budget` under which layers are stored finer; None = off
     skip_layers: tuple[int, ...]
     perplexity_budget: float  # relative: 0.005 allows 0.5%
-    perplexity_change: float  # relative, measured through pages; its upper bound is within the budget
+    perplexity_change: float  # relative, measured through pages
     bytes_per_token: float
+
+    def __str__(self) -> str:
+        budget = "" if self.error_budget is None else f" under an error budget of {self.error_budget:g}"
+        return (
+            f"{self.kv_cache_dtype}{budget}, {self.bytes_per_token:,.0f} bytes per token; perplexity "
+            f"{self.perplexity_change:+.2%} (allowed {self.perplexity_budget:.2%})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -104,6 +104,7 @@ def _new_cache(model: PreTrainedModel, config: EngineConfig, rows: int, tokens: 
         skip_layers=config.skip_layers,
         kv_scales=config.kv_scales,
         kv_error_budget=config.kv_error_budget,
+        kv_perplexity_budget=config.kv_perplexity_budget,
         num_blocks=config.num_blocks,
     )
     cache.reserve(rows, tokens)

@@ -25,8 +25,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_paged.attention import AttentionCall
 from hf_paged.cache_pages import CachePages, tag
-from hf_paged.config import EngineConfig, refuse
-from hf_paged.kv_protection import scales_of_model
+from hf_paged.config import AUTO_QUALITY, EngineConfig, refuse
+from hf_paged.kv_mix import cache_storage
 from hf_paged.page_store import PageStore
 
 
@@ -82,11 +82,13 @@ class PagedCache(Cache):
     Args:
         model: the model that will use the cache, or its config.
         block_size: tokens per block.
-        kv_cache_dtype: "auto" (the model's dtype), "fp8", "int8", "int4", or "k=int8,v=int4".
+        kv_cache_dtype: "auto" (the model's dtype), "fp8", "int8", "int4", "k=int8,v=int4", or
+            "auto-quality".
         skip_layers: layers that keep the model's dtype.
         kv_scales: smoothing before quantization: "auto" calibrates the model (a config alone has nothing to run, and
             nothing is smoothed), "off", or a file that `hf-paged calibrate` wrote.
         kv_error_budget: relative error of a layer's output over which it is stored finer; "auto" or "off".
+        kv_perplexity_budget: of "auto-quality".
         num_blocks: size of the pool, the null block included; None lets it grow.
 
     Raises:
@@ -103,6 +105,7 @@ class PagedCache(Cache):
         skip_layers: Sequence[int] = (),
         kv_scales: str = "auto",
         kv_error_budget: float | Literal["auto", "off"] = "auto",
+        kv_perplexity_budget: float = EngineConfig.kv_perplexity_budget,
         num_blocks: int | None = None,
     ) -> None:
         config = model.config if isinstance(model, PreTrainedModel) else model
@@ -113,13 +116,18 @@ class PagedCache(Cache):
             skip_layers=tuple(skip_layers),
             kv_scales=kv_scales,
             kv_error_budget=kv_error_budget,
+            kv_perplexity_budget=kv_perplexity_budget,
             num_blocks=num_blocks,
         )
         if max(options.skip_layers, default=0) >= text.num_hidden_layers:
             refuse("skip_layers", options.skip_layers, f"layers 0..{text.num_hidden_layers - 1} of this model")
         # Latent attention (MLA) stores what it expands only later: its attention cannot read pages.
         attends = getattr(text, "kv_lora_rank", None) is None
-        scales = scales_of_model(model, options) if isinstance(model, PreTrainedModel) and attends else None
+        scales = None
+        if isinstance(model, PreTrainedModel) and attends:
+            options, scales = cache_storage(model, options)
+        elif options.kv_cache_dtype == AUTO_QUALITY:
+            refuse("kv_cache_dtype", AUTO_QUALITY, "a format: there is no model here that could be measured")
         self._attach(CachePages(PageStore(options, scales), attends=attends), text.num_hidden_layers)
 
     def _attach(self, pages: CachePages, num_layers: int) -> None:

@@ -24,7 +24,15 @@ from hf_paged.paged_cache import PagedCache
 
 logger = logging.getLogger(__name__)
 
-_STORE_OPTIONS = ("block_size", "kv_cache_dtype", "skip_layers", "kv_scales", "kv_error_budget", "num_blocks")
+_STORE_OPTIONS = (
+    "block_size",
+    "kv_cache_dtype",
+    "skip_layers",
+    "kv_scales",
+    "kv_error_budget",
+    "kv_perplexity_budget",
+    "num_blocks",
+)
 _ENGINE_OPTIONS = (
     "enable_prefix_caching",
     "swap_space",

@@ -1,0 +1,151 @@
+"""`kv_cache_dtype="auto-quality"`: the cheapest mix of formats within a perplexity budget, found by measurement.
+
+Mixes lie on one path: int4, int4 under ever smaller error budgets (`kv_protection.py`: the layers that err most are
+stored in 8 bits, then in the model's dtype), int8, the model's dtype. Each is tried, cheapest first, by reading the
+calibration's tokens through pages stored so; the first within the budget is taken. What is compared is the divergence
+of its next-token distributions from those over pages in the model's dtype: by so much the perplexity rises on text that
+the model itself would write, and hundreds of tokens tell, where a change of log-probabilities would take a book.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_paged.attention import ATTENTION_NAME
+from hf_paged.config import AUTO_QUALITY, EngineConfig, parse_kv_cache_dtype
+from hf_paged.kernels.layout import AttentionMetadata
+from hf_paged.kv_cache import KVCache, LayerFormat
+from hf_paged.kv_calibration import CALIBRATIONS, FORMATS, calibration_tokens
+from hf_paged.kv_protection import plan_layers, scales_of
+from hf_paged.kv_scales import KVMix, KVScales, load_kv_scales
+from hf_paged.model_runner import StepContext
+from hf_paged.model_view import build_view
+from hf_paged.packed_model import PackedModel
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_SIZE = 32
+_STEPS: tuple[tuple[str, float | None], ...] = (
+    ("int4", None), ("int4", 0.1), ("int4", 0.085), ("int4", 0.07), ("int4", 0.055), ("int4", 0.04), ("int4", 0.025),
+    ("int8", None), ("int8", 0.01),
+)  # fmt: skip
+
+
+def resolve_quality(model: PreTrainedModel, packed: PackedModel, config: EngineConfig) -> EngineConfig:
+    """`config` with "auto-quality" replaced by formats and an error budget; any other comes back as it is.
+
+    What was found is kept with the model's scales, or comes from the file of `config.kv_scales`.
+
+    Args:
+        packed: a view of `model` that is not fused.
+
+    Raises:
+        OSError, ValueError: as `load_kv_scales`.
+    """
+    if config.kv_cache_dtype != AUTO_QUALITY:
+        return config
+    if config.kv_scales == "auto":
+        scales = CALIBRATIONS.get(model, packed, FORMATS, FORMATS)
+    else:
+        scales = load_kv_scales(config.kv_scales, packed.specs)
+    mix = scales.mix
+    if mix is None or mix.perplexity_budget != config.kv_perplexity_budget or mix.skip_layers != config.skip_layers:
+        mix = find_mix(packed, scales, calibration_tokens(packed), config)
+        if config.kv_scales == "auto":
+            CALIBRATIONS.keep(model, replace(scales, mix=mix))
+    logger.info("%s: kv_cache_dtype=%s is %s", type(model).__name__, AUTO_QUALITY, mix)
+    budget = "off" if mix.error_budget is None else mix.error_budget
+    return replace(config, kv_cache_dtype=mix.kv_cache_dtype, kv_error_budget=budget)
+
+
+def cache_storage(model: PreTrainedModel, config: EngineConfig) -> tuple[EngineConfig, KVScales | None]:
+    """`config` with "auto-quality" resolved, and the model's scales, for a cache that any attention may read.
+
+    `kv_scales="auto"` does without scales where pages cannot run the model themselves; that is logged.
+
+    Raises:
+        OSError, ValueError: as `load_kv_scales`; "auto-quality" where pages cannot run the model.
+    """
+    quality = config.kv_cache_dtype == AUTO_QUALITY
+    if not quality and (config.kv_scales == "off" or parse_kv_cache_dtype(config.kv_cache_dtype) == ("auto", "auto")):
+        return config, None
+    try:
+        is_view = model.config._attn_implementation == ATTENTION_NAME
+        packed = PackedModel(model if is_view else build_view(model))
+    except ValueError as error:
+        if quality or config.kv_scales != "auto":
+            raise
+        logger.info("the KV cache of %s is not smoothed: %s", type(model).__name__, error)
+        return config, None
+    config = resolve_quality(model, packed, config)
+    return config, scales_of(model, packed, config)
+
+
+@torch.no_grad()
+def find_mix(packed: PackedModel, scales: KVScales, token_ids: Tensor, config: EngineConfig) -> KVMix:
+    """The first step of the path whose perplexity over `token_ids` `[T]` rises by no more than the budget.
+
+    Args:
+        config: `skip_layers` and `kv_perplexity_budget` are read.
+    """
+    plain = plan_layers(packed.specs, replace(config, kv_cache_dtype="auto"), None).formats
+    truth = _log_probs(packed, plain, token_ids)
+    last = KVMix(
+        kv_cache_dtype="auto",
+        error_budget=None,
+        skip_layers=config.skip_layers,
+        perplexity_budget=config.kv_perplexity_budget,
+        perplexity_change=0.0,
+        bytes_per_token=_bytes_per_token(packed, plain),
+    )
+    for name, error_budget in _STEPS:
+        budget = "off" if error_budget is None else error_budget
+        step = replace(config, kv_cache_dtype=name, kv_error_budget=budget)
+        try:
+            formats = plan_layers(packed.specs, step, scales).formats
+        except ValueError:  # a head_dim that int4 cannot pack
+            continue
+        found = _log_probs(packed, formats, token_ids)
+        change = math.expm1(float((truth.exp() * (truth - found)).sum(-1).mean()))
+        logger.info("%s, error budget %s: perplexity %+.3f%%", name, budget, 100 * change)
+        if change <= config.kv_perplexity_budget:
+            size = _bytes_per_token(packed, formats)
+            return replace(
+                last, kv_cache_dtype=name, error_budget=error_budget, perplexity_change=change, bytes_per_token=size
+            )
+    return last
+
+
+def _log_probs(packed: PackedModel, formats: Mapping[int, LayerFormat], ids: Tensor) -> Tensor:
+    """`[T, vocab]` fp32 of a prompt read through pages of `formats`."""
+    blocks = -(-len(ids) // _BLOCK_SIZE)
+    cache = KVCache(packed.specs, formats, num_blocks=0, block_size=_BLOCK_SIZE)
+    cache.grow(1 + blocks * len(cache.groups))
+    positions = torch.arange(len(ids), device=ids.device)
+    metadata = tuple(_one_sequence(1 + g * blocks, blocks, positions) for g in range(len(cache.groups)))
+    return packed(ids, positions, StepContext(cache, metadata)).float().log_softmax(-1)
+
+
+def _one_sequence(first: int, blocks: int, positions: Tensor) -> AttentionMetadata:
+    """A sequence of `len(positions)` tokens in `blocks` blocks from `first` on."""
+    length, device = len(positions), positions.device
+    return AttentionMetadata(
+        cu_seqlens_q=torch.tensor([0, length], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
+        block_tables=torch.arange(first, first + blocks, dtype=torch.int32, device=device)[None],
+        slot_mapping=first * _BLOCK_SIZE + positions,
+        num_decodes=0,
+        max_seqlen_q=length,
+        max_seq_len=length,
+    )
+
+
+def _bytes_per_token(packed: PackedModel, formats: Mapping[int, LayerFormat]) -> float:
+    return KVCache(packed.specs, formats, num_blocks=0, block_size=_BLOCK_SIZE).bytes_per_token
