@@ -1,4 +1,4 @@
-"""`hf-paged bench throughput | latency | online | memory`: a table for people, then one JSON line for programs."""
+"""`hf-paged bench throughput | latency | online | memory | kernels`: a table for people, then one JSON line."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 bench = typer.Typer(
     name="bench", help="Measure throughput, latency and KV memory.", no_args_is_help=True, rich_markup_mode=None
 )
+
+
+class Kernel(str, Enum):
+    decode = "decode"
+    prefill = "prefill"
+    write = "write"
 
 
 class Baseline(str, Enum):
@@ -182,6 +188,48 @@ def memory(
     print(
         json.dumps({"workload": work.name, "new_tokens": new_tokens, "caches": [waste.as_dict() for waste in results]})
     )
+
+
+@bench.command()
+@cli.plain_errors
+def kernels(
+    what: Annotated[list[Kernel] | None, typer.Option("--what", help="May be repeated; default: all.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="mha, gqa4, gqa8; may be repeated; default: all.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated; default: 128.")] = None,
+    kv_format: Annotated[
+        list[str] | None,
+        typer.Option("--format", help="bf16, fp16, int8, fp8; may be repeated; default: all but fp16."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="One case instead of the list.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens per sequence, with --batch.")] = 4096,
+    block_size: cli.BlockSize = EngineConfig.block_size,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Other launch configurations too.")] = False,
+) -> None:
+    """Attention and page-write kernels of this GPU beside its read bandwidth and torch's flash attention."""
+    cli.usable("cuda")
+    from hf_paged.eval.kernels_bench import KernelBench, read_bandwidth  # Triton exists on Linux only
+
+    chosen = {"shapes": shape, "head_dims": head_dim, "formats": kv_format, "case": batch and (batch, context)}
+    options = {name: tuple(value) for name, value in chosen.items() if value}
+    run = cli.checked(KernelBench, {**options, "block_size": block_size, "sweep": sweep})
+    bandwidth = read_bandwidth()
+    table = Table("kernel", "shape", "head_dim", "batch x context", "KV", "variant")
+    for name in ("us", "TB/s or TFLOP/s", "of read bandwidth"):
+        table.add_column(name, justify="right")
+    rows = []
+    with cli.ERR.status("measuring"):
+        for row in run.rows([kernel.value for kernel in what or Kernel], bandwidth):
+            rows.append(row)
+            rate = f"{row['tflop_s']:.0f} TFLOP/s" if "tflop_s" in row else f"{row['tb_s']:.2f} TB/s"
+            share = f"{row['percent']:.0f}%" if "percent" in row else ""
+            case = f"{row['batch']:,} x {row['context']:,}"
+            figures = (f"{row['us']:.1f}", rate, share)
+            table.add_row(
+                row["kernel"], row["shape"], str(row["head_dim"]), case, row["format"], row["variant"], *figures
+            )
+    cli.OUT.print(table)
+    cli.OUT.print(f"Ceiling: codes and scales of the live tokens read at {bandwidth:.2f} TB/s.", highlight=False)
+    print(json.dumps({"read_tb_s": bandwidth, "rows": rows}))
 
 
 def _table(title: str, *figures: str) -> Table:
