@@ -1,7 +1,8 @@
 """y = x W^T + b from a packed weight: which path computes it.
 
-On CUDA up to `MAX_FUSED_ROWS` rows read the packed words once (`w4a16`); beyond that, and for fp32 activations or
-groups the kernel cannot cut, the weight is dequantized and cuBLAS multiplies. Off CUDA the definition runs.
+On CUDA up to `MAX_FUSED_ROWS` rows read the packed words once (`w4a16`, any GPU and width), on Hopper up to
+`MAX_HOPPER_ROWS` rows of 4-bit weights (`w4a16_hopper`); beyond that, and for fp32 activations or groups that no kernel
+cuts, the weight is dequantized and cuBLAS multiplies. Off CUDA the definition runs.
 `packed_linear` is also a registered operator, so `torch.compile` sees one opaque node and CUDA graphs capture its
 launches; no path synchronises.
 """
@@ -56,20 +57,29 @@ def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: 
     if not x.is_cuda:
         return packed_linear_reference(x, weight, bias)
     # imported at first use: a machine without CUDA needs no Triton
-    from hf_paged.kernels.w4a16 import w4a16
-    from hf_paged.kernels.w4a16_tiles import choose_tiles
-    from hf_paged.kernels.weight_dequantize import dequantize
+    from hf_paged.kernels.w4a16_hopper import MAX_HOPPER_ROWS, choose_hopper_tiles, fits_hopper, w4a16_hopper
 
     rows = x.shape[0]
-    fused = x.dtype in (torch.float16, torch.bfloat16) and fits_kernel(
-        weight.field_bits, weight.group_size, weight.in_features
-    )
-    if not fused or rows > MAX_FUSED_ROWS:
-        gathered = x if weight.perm is None else x.index_select(1, weight.perm)
-        return torch.nn.functional.linear(gathered, dequantize(weight, x.dtype), bias)
+    if 0 < rows <= MAX_HOPPER_ROWS and fits_hopper(x, weight):
+        device = x.device.index or 0
+        tiles = choose_hopper_tiles(rows, weight.out_features, weight.in_features, multiprocessors(device))
+        return w4a16_hopper(x.contiguous(), weight, bias, tiles)
+    fits = fits_kernel(weight.field_bits, weight.group_size, weight.in_features)
+    if rows <= MAX_FUSED_ROWS and x.dtype in (torch.float16, torch.bfloat16) and fits:
+        return _portable(x, weight, bias, locks)
+    from hf_paged.kernels.weight_dequantize import dequantize
+
+    gathered = x if weight.perm is None else x.index_select(1, weight.perm)
+    return torch.nn.functional.linear(gathered, dequantize(weight, x.dtype), bias)
+
+
+def _portable(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor) -> Tensor:
+    from hf_paged.kernels.w4a16 import w4a16
+    from hf_paged.kernels.w4a16_tiles import choose_tiles
+
     device = x.device.index or 0
     tiles = choose_tiles(
-        rows,
+        x.shape[0],
         weight.out_features,
         weight.packed.shape[1],
         multiprocessors(device),

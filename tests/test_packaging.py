@@ -56,7 +56,8 @@ def test_the_wheel_brings_one_top_level_name_so_it_cannot_overwrite_another_pack
 def test_the_wheel_holds_every_source_file_of_the_linked_folders(wheel_names: list[str]) -> None:
     for folder in SOURCES:
         prefix = "" if folder == "hf_paged" else "hf_paged/"
-        expected = {prefix + path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
+        sources = (path for pattern in ("*.py", "*.cu") for path in (ROOT / folder).rglob(pattern))
+        expected = {prefix + path.relative_to(ROOT).as_posix() for path in sources}
         assert expected <= set(wheel_names)
     assert "hf_paged/py.typed" in wheel_names
 

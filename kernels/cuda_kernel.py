@@ -1,0 +1,146 @@
+"""A CUDA C++ kernel compiled at first use, for what Triton cannot say: register operands of `wgmma`, bulk copies.
+
+NVRTC (the runtime compiler that PyTorch ships and uses itself) makes a cubin, kept in Triton's cache folder by the hash
+of source and compiler; the driver loads and launches it. Public C interfaces only, through ctypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+class CudaKernel:
+    """One function of a compiled source on the current device."""
+
+    def __init__(self, source: str, name: str, architecture: str, shared_bytes: int) -> None:
+        """`architecture`: as in "sm_90a"; `shared_bytes`: dynamic shared memory of every launch.
+
+        RuntimeError when the compiler is missing or refuses.
+        """
+        torch.cuda.current_stream()  # the driver's context exists from here on
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        cubin = _compiled(source, name, architecture)
+        _check(_driver().cuModuleLoadData(ctypes.byref(module), cubin))
+        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+        _check(_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared_bytes))
+        self._shared_bytes = shared_bytes
+
+    def launch(
+        self,
+        grid: int,
+        threads: int,
+        arguments: Sequence[Tensor | int | None],
+        *,
+        cluster: int = 1,
+        overlap: bool = False,
+    ) -> None:
+        """Pointers (None is null) and 32-bit integers, on the current stream.
+
+        `cluster` programs side by side are one cluster. With `overlap` it may start before the kernel before it has ended, and must wait for that one
+        (`griddepcontrol.wait`) before it reads or writes what the other touches.
+        """
+        values = [
+            ctypes.c_int(item) if isinstance(item, int) else ctypes.c_void_p(None if item is None else item.data_ptr())
+            for item in arguments
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        attributes = (_Attribute * 2)(_Attribute(id=_CLUSTER), _Attribute(id=_OVERLAP))
+        attributes[0].value[:3] = cluster, 1, 1
+        attributes[1].value[0] = 1
+        stream = torch.cuda.current_stream().cuda_stream
+        config = _LaunchConfig(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, attributes, 1 + int(overlap))
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
+
+
+def _compiled(source: str, name: str, architecture: str) -> bytes:
+    """The cubin, from Triton's cache folder or from the compiler."""
+    from triton.runtime.cache import get_cache_manager
+
+    version = (ctypes.c_int(), ctypes.c_int())
+    _check_compiler(nvrtc().nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1])))
+    told = f"{version[0].value}.{version[1].value} {architecture} {source}"
+    manager = get_cache_manager(hashlib.sha256(told.encode()).hexdigest())
+    found = manager.get_file(f"{name}.cubin")
+    if found is not None:
+        return Path(found).read_bytes()
+    cubin = compile_cubin(source, name, architecture)
+    manager.put(cubin, f"{name}.cubin", binary=True)
+    return cubin
+
+
+def compile_cubin(source: str, name: str, architecture: str) -> bytes:
+    compiler, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    made = compiler.nvrtcCreateProgram(ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None)
+    _check_compiler(made)
+    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+    done = compiler.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    if done:
+        _check_compiler(compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+        log = ctypes.create_string_buffer(size.value)
+        _check_compiler(compiler.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(f"NVRTC refused {name} for {architecture}:\n{log.value.decode()}")
+    _check_compiler(compiler.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+    cubin = ctypes.create_string_buffer(size.value)
+    _check_compiler(compiler.nvrtcGetCUBIN(program, cubin))
+    _check_compiler(compiler.nvrtcDestroyProgram(ctypes.byref(program)))
+    return cubin.raw
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def nvrtc() -> ctypes.CDLL:
+    """NVRTC: the one of PyTorch's CUDA if the loader finds it, else the one of an installed `nvidia-cuda-nvrtc`."""
+    if torch.version.cuda is not None:
+        with suppress(OSError):
+            return ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
+    try:
+        distribution = importlib.metadata.distribution("nvidia-cuda-nvrtc")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise RuntimeError("neither PyTorch's libnvrtc nor the package nvidia-cuda-nvrtc is there") from error
+    paths = [str(distribution.locate_file(file)) for file in distribution.files or [] if ".alt." not in file.name]
+    ctypes.CDLL(next(path for path in paths if "libnvrtc-builtins.so" in path))  # the compiler asks for it by name
+    return ctypes.CDLL(next(path for path in paths if "libnvrtc.so" in path))
+
+
+def _check(result: int) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(text))
+        raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()}")
+
+
+def _check_compiler(result: int) -> None:
+    if result:
+        compiler = nvrtc()
+        compiler.nvrtcGetErrorString.restype = ctypes.c_char_p
+        raise RuntimeError(f"NVRTC: {compiler.nvrtcGetErrorString(result).decode()}")

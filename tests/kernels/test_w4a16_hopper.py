@@ -1,0 +1,172 @@
+"""The Hopper kernel of 4-bit weights: every variant compiles here, and equals its definition on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+from hf_paged.kernels.cuda_kernel import compile_cubin, nvrtc
+from hf_paged.kernels.packed_linear import lock_count, packed_linear
+from hf_paged.kernels.packed_weight import PackedWeight, pack_codes, packed_linear_reference
+from hf_paged.kernels.w4a16_hopper import (
+    MAX_GATHERED,
+    SHAPES,
+    HopperTiles,
+    Variant,
+    choose_hopper_tiles,
+    fits_hopper,
+    source,
+    w4a16_hopper,
+)
+
+# a result is rounded once to fp16 (2 ** -11 of it) or bf16 (2 ** -8); a weight scaled before the product twice more,
+# independently per weight, which sums to less than one step of the largest output
+STEP = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
+SHARED_BYTES = 227 * 1024  # of one program on Hopper
+
+
+def weight(
+    n: int,
+    k: int,
+    *,
+    group: int = 128,
+    zeros: bool = False,
+    perm: bool = False,
+    scales: torch.dtype = torch.float16,
+    code_bits: int = 4,
+) -> PackedWeight:
+    generator = torch.Generator().manual_seed(n + k)
+    group = k if group == -1 else group
+    groups, levels = -(-k // group), 1 << code_bits
+    codes = torch.randint(0, levels, (n, k), generator=generator, dtype=torch.uint8)
+    return PackedWeight(
+        packed=pack_codes(codes, 4).cuda(),
+        scales=((torch.rand(groups, n, generator=generator) + 0.5) / levels).to("cuda", scales),
+        zeros=torch.randint(0, levels, (groups, n), generator=generator, dtype=torch.uint8).cuda() if zeros else None,
+        perm=torch.randperm(k, generator=generator).to("cuda", torch.int32) if perm else None,
+        field_bits=4,
+        code_bits=code_bits,
+        group_size=group,
+        in_features=k,
+        out_features=n,
+    )
+
+
+def activations(m: int, k: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to("cuda", dtype)
+
+
+def assert_close(result: Tensor, expected: Tensor) -> None:
+    """Largest error relative to the largest output, and no common factor between the two."""
+    a, b = result.float(), expected.float()
+    assert float((a - b).abs().max() / b.abs().max()) < STEP[result.dtype]
+    assert abs(float((a * b).sum() / (b * b).sum()) - 1) < STEP[result.dtype]
+
+
+def all_tiles() -> list[HopperTiles]:
+    """Every tile shape with the splits that change its end."""
+    return [replace(shape.tiles, split=split) for shape in SHAPES for split in (1, 4)]
+
+
+def name(tiles: HopperTiles) -> str:
+    return f"{tiles.block_m}x{tiles.rows}/{tiles.split}"
+
+
+@pytest.mark.parametrize("tiles", all_tiles(), ids=name)
+def test_every_launch_compiles_and_fits_a_multiprocessor(tiles: HopperTiles) -> None:
+    """Here, without a GPU: NVRTC needs none."""
+    try:
+        nvrtc()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    for half, zeros, groups in ((False, False, 1), (True, True, 4)):
+        variant = Variant(tiles=tiles, half=half, groups=groups, zeros=zeros, perm=tiles.block_m <= MAX_GATHERED)
+        assert (variant.shared_bytes + 1024) * tiles.resident <= SHARED_BYTES
+        assert variant.stages >= 2
+        assert tiles.block_m * tiles.rows * 4 < variant.shared_bytes - 1024, (
+            "the sum of a cluster needs the ring's room"
+        )
+        assert compile_cubin(source(variant), "w4a16_hopper", "sm_90a")
+
+
+def test_a_launch_covers_the_weight() -> None:
+    """Few tokens in one tile only; a program of a cluster without channels would add nothing, but wait for all."""
+    for m, n, k in itertools.product((1, 17, 64, 100, 128, 256, 512), (16, 576, 4096, 57344), (128, 1504, 28672)):
+        tiles = choose_hopper_tiles(m, n, k, 132)
+        assert tiles.many or m <= tiles.block_m
+        assert tiles.split <= -(-k // 128)
+        assert tiles.split == 1 or -(-n // tiles.rows) * -(-m // tiles.block_m) * tiles.split <= 132 * tiles.resident
+
+
+CASES = [
+    # n, k, group, zeros, perm, scales, code bits
+    (1008, 1504, 128, False, False, torch.float16, 4),  # ragged N and K
+    (1008, 1504, 128, True, False, torch.bfloat16, 4),
+    (512, 1024, 64, True, False, torch.float32, 4),
+    (512, 1056, 32, True, True, torch.float16, 4),
+    (256, 2048, -1, False, True, torch.float16, 4),
+    (256, 2048, 256, True, False, torch.bfloat16, 4),
+    (256, 1024, 128, False, False, torch.float16, 3),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k", "group", "zeros", "perm", "scales", "bits"), CASES)
+def test_every_format_equals_the_definition(
+    n: int, k: int, group: int, zeros: bool, perm: bool, scales: torch.dtype, bits: int, dtype: torch.dtype
+) -> None:
+    """Through the public call, at row counts that cross every launch and the switch to cuBLAS."""
+    packed = weight(n, k, group=group, zeros=zeros, perm=perm, scales=scales, code_bits=bits)
+    locks = torch.zeros(lock_count(n), dtype=torch.int32, device="cuda")
+    bias = activations(1, n, dtype)[0]
+    assert fits_hopper(activations(1, k, dtype), packed) or torch.cuda.get_device_capability() != (9, 0)
+    for m in (1, 7, 8, 16, 17, 32, 50, 64, 100, 128, 200, 300, 512, 700):
+        x = activations(m, k, dtype)
+        for offered in (bias, None):
+            assert_close(packed_linear(x, packed, offered, locks), packed_linear_reference(x, packed, offered))
+    assert not locks.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", all_tiles(), ids=name)
+def test_every_tile_shape_and_split_gives_the_product(tiles: HopperTiles) -> None:
+    """Ragged N, K and M; programs of a cluster add in a fixed order, so the bits are the same every time."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("made for Hopper")
+    packed = weight(1008, 1504, zeros=True)
+    for m in (tiles.block_m, tiles.block_m - 3, 2 * tiles.block_m - 5):
+        x = activations(m, 1504, torch.bfloat16)
+        result = w4a16_hopper(x, packed, None, tiles)
+        assert_close(result, packed_linear_reference(x, packed, None))
+        assert torch.equal(result, w4a16_hopper(x, packed, None, tiles))
+
+
+@pytest.mark.gpu
+def test_chained_products_wait_for_each_other_in_a_graph() -> None:
+    """Captured launches start before the one before has ended: its output must not be read too early."""
+    locks = torch.zeros(lock_count(2048), dtype=torch.int32, device="cuda")
+    weights = [weight(2048, 2048), weight(2048, 2048, zeros=True)] * 4
+    for m in (1, 40, 128):
+        x = activations(m, 2048, torch.bfloat16)
+
+        def chain(x: Tensor = x) -> Tensor:
+            for packed in weights:
+                x = packed_linear(x, packed, None, locks) * 0.02
+                x = packed_linear(packed_linear(x, packed, None, locks), packed, None, locks) * 0.0004
+            return x
+
+        expected = chain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = chain()
+        for _ in range(5):
+            captured.zero_()
+            graph.replay()
+            assert torch.equal(captured, expected)
