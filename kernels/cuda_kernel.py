@@ -62,8 +62,8 @@ class CudaKernel:
     ) -> None:
         """Pointers (None is null) and 32-bit integers, on the current stream.
 
-        `cluster` programs side by side are one cluster. With `overlap` it may start before the kernel before it has ended, and must wait for that one
-        (`griddepcontrol.wait`) before it reads or writes what the other touches.
+        `cluster` programs side by side are one cluster. With `overlap` it may start before the kernel before it has
+        ended, and must wait for that one (`griddepcontrol.wait`) before it reads or writes what the other touches.
         """
         values = [
             ctypes.c_int(item) if isinstance(item, int) else ctypes.c_void_p(None if item is None else item.data_ptr())
