@@ -4,10 +4,12 @@
     python -m hf_paged.eval.weights_bench --shapes 57344x8192 --rows 1,8,16 --sweep
     python -m hf_paged.eval.weights_bench --zeros --dtype fp16         # AWQ
     python -m hf_paged.eval.weights_bench --act-order                  # the activation gather in the kernel
+    python -m hf_paged.eval.weights_bench --path portable              # the Triton kernel, whatever the GPU
 
 Calls of a captured graph rotate over as many copies of the weight as exceed the L2 cache four times; a figure is the
 median over replays. The roof is max(bytes / read bandwidth, FLOPs / measured matrix rate), where bytes are the packed
-weight, its scales and zeros, and the activations in and out, each once. Prints a table, then one JSON line per row.
+weight, its scales and zeros, and the activations in and out, each once. "Ours" is the product as a layer calls it.
+Prints a table, then one JSON line per row.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +26,11 @@ import torch
 from torch import Tensor
 
 from hf_paged.eval.kernels_bench import graph_time, read_bandwidth
-from hf_paged.kernels.packed_linear import MAX_FUSED_ROWS, lock_count, multiprocessors
+from hf_paged.kernels.packed_linear import lock_count, multiprocessors, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, field_bits, packed_shape, tile_k
 from hf_paged.kernels.w4a16 import w4a16
+from hf_paged.kernels.w4a16_hopper import SHAPES as TILE_SHAPES
+from hf_paged.kernels.w4a16_hopper import HopperTiles, fits_hopper, w4a16_hopper
 from hf_paged.kernels.w4a16_tiles import Tiles, choose_tiles
 from hf_paged.kernels.weight_dequantize import dequantize
 
@@ -65,8 +70,8 @@ def matrix_rate(dtype: torch.dtype) -> float:
     return 2 * 8192**3 / graph_time([partial(torch.matmul, a, a)])
 
 
-def variants(m: int, n: int, tiles: int, programs: int) -> Iterator[Tiles]:
-    """Launches worth trying for this shape."""
+def portable_launches(m: int, n: int, tiles: int, programs: int) -> Iterator[Tiles]:
+    """Launches of the Triton kernel worth trying for this shape."""
     blocks_m = [block for block in (8, 16, 32, 64, 128, 256) if m <= 8 * block and (block < 2 * m or block == 8)]
     for block_m, block_n, split, warps, stages, scale in itertools.product(
         blocks_m, (64, 128, 256), (1, 2, 4, 8, 16), (4, 8), (3, 4, 6, 8), (False, True)
@@ -74,11 +79,21 @@ def variants(m: int, n: int, tiles: int, programs: int) -> Iterator[Tiles]:
         programs_made = -(-n // block_n) * -(-m // block_m) * split
         if tiles < 2 * split or (split > 1 and programs_made > 12 * programs) or block_m * block_n > 128 * 256:
             continue
+        if split > 1 and programs_made // split > lock_count(n):
+            continue
         if (scale and m < 32) or (not scale and m > 64) or (block_n == 64 and warps == 8):
             continue
         yield Tiles(
             block_m=block_m, block_n=block_n, split_k=split, scale_weights=scale, num_warps=warps, num_stages=stages
         )
+
+
+def hopper_launches(m: int, n: int, k: int, programs: int) -> Iterator[HopperTiles]:
+    for shape, split in itertools.product(TILE_SHAPES, (1, 2, 4, 8)):
+        tiles = replace(shape.tiles, split=split)
+        blocks = -(-n // tiles.rows) * -(-m // tiles.block_m)
+        if (tiles.many or m <= tiles.block_m) and (split == 1 or blocks * split <= programs * tiles.resident):
+            yield tiles
 
 
 def bench_shape(n: int, k: int, args: argparse.Namespace, bandwidth: float, rate: float) -> list[dict[str, Any]]:
@@ -104,55 +119,68 @@ def bench_shape(n: int, k: int, args: argparse.Namespace, bandwidth: float, rate
             "roof_us": roof * 1e6,
         }
         row["cublas_us"] = graph_time([partial(torch.nn.functional.linear, x, weight) for weight in dense]) * 1e6
-        row["dequantize_us"] = graph_time([partial(_dequantized, x, weight) for weight in weights]) * 1e6
-        if m <= args.max_fused:
-            row |= fused(x, weights, locks, args)
-        best = min(row.get("fused_us", float("inf")), row["dequantize_us"])
-        row["percent"] = 100 * row["roof_us"] / best
+        row["ours_us"] = graph_time([partial(ours(args), x, weight, None, locks) for weight in weights]) * 1e6
+        row["percent"] = 100 * row["roof_us"] / row["ours_us"]
+        row["gb_s"] = weight_bytes(first) / row["ours_us"] / 1e3
+        if args.sweep:
+            row |= sweep(x, weights, locks, args)
         rows.append(row)
         print_row(row)
     return rows
 
 
-def _dequantized(x: Tensor, weight: PackedWeight) -> Tensor:
+def ours(args: argparse.Namespace) -> Callable[[Tensor, PackedWeight, None, Tensor], Tensor]:
+    paths: dict[str, Callable[[Tensor, PackedWeight, None, Tensor], Tensor]] = {
+        "auto": packed_linear,
+        "portable": portable_linear,
+        "dequantize": dequantized_linear,
+    }
+    return paths[args.path]
+
+
+def portable_linear(x: Tensor, weight: PackedWeight, bias: None, locks: Tensor) -> Tensor:
+    launch = choose_tiles(x.shape[0], weight.out_features, weight.packed.shape[1], multiprocessors(0))
+    return w4a16(x, weight, bias, locks, launch)
+
+
+def dequantized_linear(x: Tensor, weight: PackedWeight, bias: None, locks: Tensor) -> Tensor:
     gathered = x if weight.perm is None else x.index_select(1, weight.perm)
     return torch.nn.functional.linear(gathered, dequantize(weight, x.dtype))
 
 
-def fused(x: Tensor, weights: list[PackedWeight], locks: Tensor, args: argparse.Namespace) -> dict[str, Any]:
-    """The fused kernel with its own launch, and with `--sweep` the best of all variants."""
-    n, tiles, programs = weights[0].out_features, weights[0].packed.shape[1], multiprocessors(0)
+def sweep(x: Tensor, weights: list[PackedWeight], locks: Tensor, args: argparse.Namespace) -> dict[str, Any]:
+    """The best of all launches of the kernel that serves this GPU, and a line for each of the first `--show`."""
+    (m, k), n, programs = x.shape, weights[0].out_features, multiprocessors(0)
+    launches: Iterator[Any] = portable_launches(m, n, weights[0].packed.shape[1], programs)
+    call: Callable[[PackedWeight, Any], Tensor] = lambda weight, launch: w4a16(x, weight, None, locks, launch)  # noqa: E731
+    if args.path == "auto" and fits_hopper(x, weights[0]):
+        launches = hopper_launches(m, n, k, programs)
+        call = lambda weight, launch: w4a16_hopper(x, weight, None, launch)  # noqa: E731
+    timed = [
+        (time, str(launch))
+        for launch in launches
+        if (time := launch_time([partial(call, weight, launch) for weight in weights])) is not None
+    ]
+    for time, launch_text in sorted(timed)[: args.show]:
+        print(f"    {time * 1e6:9.1f} us  {launch_text}", flush=True)
+    return {"best_us": min(timed)[0] * 1e6, "best_launch": min(timed)[1]}
 
-    def seconds(launch: Tiles) -> float:
-        calls: list[Callable[[], object]] = [partial(w4a16, x, weight, None, locks, launch) for weight in weights]
+
+def launch_time(calls: list[Callable[[], object]]) -> float | None:
+    """Seconds, or None for a launch that needs more shared memory or registers than there are."""
+    try:
         return graph_time(calls)
-
-    default = choose_tiles(x.shape[0], n, tiles, programs)
-    found: dict[str, Any] = {"fused_us": seconds(default) * 1e6, "tiles": str(default)}
-    if args.sweep:
-        timed = []
-        for launch in variants(x.shape[0], n, tiles, programs):
-            blocks = -(-n // launch.block_n) * -(-x.shape[0] // launch.block_m)
-            if launch.split_k > 1 and blocks > locks.numel():
-                continue
-            try:
-                timed.append((seconds(launch), str(launch)))
-            except (RuntimeError, torch.AcceleratorError) as error:  # too much shared memory or too many registers
-                if "out of resource" not in str(error):
-                    raise
-        for time, launch_text in sorted(timed)[: args.show]:
-            print(f"    {time * 1e6:9.1f} us  {launch_text}", flush=True)
-        found |= {"best_us": min(timed)[0] * 1e6, "best_tiles": min(timed)[1]}
-    return found
+    except (RuntimeError, torch.AcceleratorError) as error:
+        if "out of resource" not in str(error):
+            raise
+        return None
 
 
 def print_row(row: dict[str, Any]) -> None:
     swept = f" best {row['best_us']:9.1f}" if "best_us" in row else ""
-    ours = f"{row['fused_us']:9.1f}" if "fused_us" in row else " " * 9
     print(
-        f"{row['n']:6} x {row['k']:<6} m {row['m']:<5} roof {row['roof_us']:8.1f} fused {ours}{swept} "
-        f"dequantize+cuBLAS {row['dequantize_us']:9.1f} cuBLAS {row['cublas_us']:9.1f} us "
-        f"{row['percent']:5.1f}% of the roof",
+        f"{row['n']:6} x {row['k']:<6} m {row['m']:<5} roof {row['roof_us']:8.1f} ours {row['ours_us']:9.1f}{swept} "
+        f"cuBLAS {row['cublas_us']:9.1f} us {row['percent']:5.1f}% of the roof, {row['gb_s']:7.0f} GB/s",
         flush=True,
     )
 
@@ -166,9 +194,7 @@ def main() -> None:
     parser.add_argument("--zeros", action="store_true", help="with zero points (AWQ, asymmetric GPTQ)")
     parser.add_argument("--act-order", action="store_true")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
-    parser.add_argument(
-        "--max-fused", type=int, default=max(MAX_FUSED_ROWS, 512), help="most rows for the fused kernel"
-    )
+    parser.add_argument("--path", choices=("auto", "portable", "dequantize"), default="auto")
     parser.add_argument("--sweep", action="store_true", help="try other launches too")
     parser.add_argument("--show", type=int, default=5, help="launches to print per row with --sweep")
     args = parser.parse_args()

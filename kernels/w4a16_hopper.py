@@ -9,6 +9,7 @@ multiple of 128 channels, zero points, act-order, fp16 and bf16. Meaning: `packe
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,8 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_paged.kernels.cuda_kernel import CudaKernel
+from hf_paged.kernels.cuda_kernel import CudaKernel, nvrtc
 from hf_paged.kernels.packed_weight import PackedWeight
+
+logger = logging.getLogger(__name__)
 
 STEP = 128  # channels of one step of the ring
 MAX_HOPPER_ROWS = 0  # above, cuBLAS on dequantized weights is faster (`eval/weights_bench.py`)
@@ -147,7 +150,7 @@ def fits_hopper(x: Tensor, weight: PackedWeight) -> bool:
     return (
         x.is_cuda
         and torch.version.hip is None
-        and _is_hopper(x.device.index)
+        and _is_usable(x.device.index)
         and x.dtype in (torch.float16, torch.bfloat16)
         and weight.field_bits == 4
         and (group >= k or group % STEP == 0 or group in (32, 64))
@@ -200,8 +203,16 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, tiles: Ho
 
 
 @cache
-def _is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+def _is_usable(device: int) -> bool:
+    """A Hopper GPU, and the compiler."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        nvrtc()
+    except RuntimeError as error:
+        logger.warning("4-bit weights run through the portable kernel, up to three times slower: %s", error)
+        return False
+    return True
 
 
 @cache
