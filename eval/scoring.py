@@ -52,6 +52,7 @@ class ScoringEngine(Engine):
                 "max_num_batched_tokens": chunk,
                 "max_num_seqs": rows,
                 "enable_prefix_caching": False,
+                "cuda_graphs": False,  # no step is like another
                 **engine_options,
             }
         )
