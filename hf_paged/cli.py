@@ -1,4 +1,4 @@
-"""The command line: `hf-paged generate | info | quantize | bench | eval`. Commands are thin; the work is elsewhere.
+"""The command line: `hf-paged generate | info | quantize | calibrate | bench | eval`. The work is elsewhere.
 
 Exit codes: 0 done, 1 something failed (one line on stderr says what), 2 bad use, 130 interrupted. Results go to stdout,
 everything else to stderr.
@@ -13,6 +13,7 @@ import typer
 from rich.logging import RichHandler
 
 from hf_paged.cli_bench import bench
+from hf_paged.cli_calibrate import calibrate
 from hf_paged.cli_eval import evaluate
 from hf_paged.cli_generate import generate
 from hf_paged.cli_info import info
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command()(plain_errors(generate))
 app.command()(plain_errors(info))
 app.command()(plain_errors(quantize))
+app.command()(plain_errors(calibrate))
 app.add_typer(bench)
 app.add_typer(evaluate)
 

@@ -26,6 +26,7 @@ from hf_paged.packed_model import PackedModel
 NUM_TOKENS = 512  # keys that the offsets are means of
 _QUERY_STEP = 8  # every 8th token's output is compared
 _SEED = 0
+OWN_TOKENS = f"the model's own, seed {_SEED}"
 _V_OFFSET_GAIN = 0.5  # a V offset costs an addition per layer and step: kept where it halves the error at least
 _FACTOR_BITS = 8  # factors stay within 2^8 either way: fp16 queries must hold what they are multiplied to
 _LOST = 1e3  # a relative error that means: nothing is left
@@ -39,26 +40,23 @@ def calibrate(
     k_formats: Collection[str],
     v_formats: Collection[str],
     *,
-    token_ids: Sequence[int] | None = None,
+    token_ids: Tensor | None = None,
     source: str = "",
 ) -> KVScales:
-    """Run `model` over `token_ids` (None: `NUM_TOKENS` tokens of its own) and measure it in the formats given.
+    """Run `model` over `token_ids` and measure it in the formats given.
 
     The model must not be fused: fused layers rotate and store their keys in one kernel, out of sight.
 
     Args:
         k_formats, v_formats: among "fp8", "int8", "int4"; one that a layer's head_dim does not allow is left out there.
-        token_ids: at least 2, each in the vocabulary; what is longer than the model's positions is cut off.
+        token_ids: `[T]` of `calibration_tokens`; None: tokens of the model's own.
         source: the tokens in words, kept with the result.
-
-    Raises:
-        ValueError: fewer than two tokens.
     """
-    ids = calibration_tokens(model, token_ids)
     if token_ids is None:
-        source = f"{len(ids)} tokens of the model's own, seed {_SEED}"
+        token_ids = calibration_tokens(model)
+        source = f"{len(token_ids)} tokens of {OWN_TOKENS}"
     watch = _Watch(k_formats, v_formats)
-    _run(model, ids, watch, last_only=True)
+    _run(model, token_ids, watch, last_only=True)
     return KVScales(layers={i: watch.layers[i] for i in sorted(watch.layers)}, source=source)
 
 
@@ -85,9 +83,10 @@ def _own_tokens(model: PackedModel, count: int) -> Tensor:
     if isinstance(start, int) and 0 <= start < model.vocab_size:
         ids[0] = start
     logits = _run(model, ids, _Attend(), last_only=False)[:, : model.vocab_size]
-    # Gumbel's way of drawing, with noise from the CPU: the same tokens wherever the model runs, up to its roundings
-    noise = torch.rand(logits.shape, generator=generator).clamp_(min=1e-20).log_().neg_().log_().to(logits.device)
-    return torch.cat((ids[:1], (logits.float() - noise).argmax(-1)[:-1]))
+    # one number from the CPU for each token, so that a model draws the same wherever it runs, up to its roundings
+    share = torch.rand(count, 1, generator=generator).to(logits.device)
+    drawn = torch.searchsorted(logits.float().softmax(-1).cumsum(-1), share).squeeze(1).clamp_(max=model.vocab_size - 1)
+    return torch.cat((ids[:1], drawn[:-1]))
 
 
 def _run(model: PackedModel, ids: Tensor, context: _Attend, *, last_only: bool) -> Tensor:

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_paged.attention import ATTENTION_NAME
 from hf_paged.config import AUTO_QUALITY, EngineConfig, parse_kv_cache_dtype
 from hf_paged.kernels.layout import AttentionMetadata
 from hf_paged.kv_cache import KVCache, LayerFormat
-from hf_paged.kv_calibration import CALIBRATIONS, FORMATS, calibration_tokens
+from hf_paged.kv_calibration import CALIBRATIONS, FORMATS, OWN_TOKENS, calibrate, calibration_tokens
 from hf_paged.kv_protection import plan_layers, scales_of
-from hf_paged.kv_scales import KVMix, KVScales, load_kv_scales
+from hf_paged.kv_scales import KVMix, KVScales, load_kv_scales, save_kv_scales
 from hf_paged.model_runner import StepContext
 from hf_paged.model_view import build_view
 from hf_paged.packed_model import PackedModel
@@ -88,6 +89,41 @@ def cache_storage(model: PreTrainedModel, config: EngineConfig) -> tuple[EngineC
     return config, scales_of(model, packed, config)
 
 
+def calibrated_file(
+    path: str,
+    output: str | os.PathLike[str],
+    *,
+    text: str | None = None,
+    max_tokens: int = 2048,
+    perplexity_budget: float = EngineConfig.kv_perplexity_budget,
+    dtype: str = "auto",
+    device: str | None = None,
+) -> KVScales:
+    """Calibrate the model in folder (or hub repository) `path` in every format and write `output`.
+
+    Args:
+        text: to run the model on, its first `max_tokens` tokens; None: tokens of the model's own.
+        perplexity_budget: what the mix for "auto-quality" may cost, relative.
+        dtype, device: as of `LLM`.
+
+    Raises:
+        OSError: there is no such model.
+        ValueError: the model cannot be paged, or the text has fewer than two tokens.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    packed = PackedModel(build_view(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device).eval()))
+    ids = None
+    if text is not None:
+        ids = AutoTokenizer.from_pretrained(path)(text, verbose=False).input_ids[:max_tokens]
+    tokens = calibration_tokens(packed, ids)
+    source = OWN_TOKENS if ids is None else "text"
+    scales = calibrate(packed, FORMATS, FORMATS, token_ids=tokens, source=f"{len(tokens)} tokens of {source}")
+    mix = find_mix(packed, scales, tokens, EngineConfig(kv_perplexity_budget=perplexity_budget))
+    scales = replace(scales, mix=mix)
+    save_kv_scales(scales, output)
+    return scales
+
+
 @torch.no_grad()
 def find_mix(packed: PackedModel, scales: KVScales, token_ids: Tensor, config: EngineConfig) -> KVMix:
     """The first step of the path whose perplexity over `token_ids` `[T]` rises by no more than the budget.
@@ -96,7 +132,7 @@ def find_mix(packed: PackedModel, scales: KVScales, token_ids: Tensor, config: E
         config: `skip_layers` and `kv_perplexity_budget` are read.
     """
     plain = plan_layers(packed.specs, replace(config, kv_cache_dtype="auto"), None).formats
-    truth = _log_probs(packed, plain, token_ids)
+    truth = paged_log_probs(packed, plain, token_ids)
     last = KVMix(
         kv_cache_dtype="auto",
         error_budget=None,
@@ -112,7 +148,7 @@ def find_mix(packed: PackedModel, scales: KVScales, token_ids: Tensor, config: E
             formats = plan_layers(packed.specs, step, scales).formats
         except ValueError:  # a head_dim that int4 cannot pack
             continue
-        found = _log_probs(packed, formats, token_ids)
+        found = paged_log_probs(packed, formats, token_ids)
         change = math.expm1(float((truth.exp() * (truth - found)).sum(-1).mean()))
         logger.info("%s, error budget %s: perplexity %+.3f%%", name, budget, 100 * change)
         if change <= config.kv_perplexity_budget:
@@ -123,7 +159,7 @@ def find_mix(packed: PackedModel, scales: KVScales, token_ids: Tensor, config: E
     return last
 
 
-def _log_probs(packed: PackedModel, formats: Mapping[int, LayerFormat], ids: Tensor) -> Tensor:
+def paged_log_probs(packed: PackedModel, formats: Mapping[int, LayerFormat], ids: Tensor) -> Tensor:
     """`[T, vocab]` fp32 of a prompt read through pages of `formats`."""
     blocks = -(-len(ids) // _BLOCK_SIZE)
     cache = KVCache(packed.specs, formats, num_blocks=0, block_size=_BLOCK_SIZE)

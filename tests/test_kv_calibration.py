@@ -1,0 +1,178 @@
+"""Smoothing from a calibration saves the models that break naive quantized caches, and changes nothing in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from model_zoo import prompts, tiny_model
+from transformers import PreTrainedModel
+
+from hf_paged import LLM
+from hf_paged.config import EngineConfig
+from hf_paged.kv_calibration import CALIBRATIONS, FORMATS, calibrate
+from hf_paged.kv_mix import paged_log_probs
+from hf_paged.kv_protection import plan_storage
+from hf_paged.kv_scales import load_kv_scales, save_kv_scales, transform_of
+from hf_paged.model_view import build_view
+from hf_paged.packed_model import PackedModel
+
+
+def packed(model: PreTrainedModel) -> PackedModel:
+    return PackedModel(build_view(model))
+
+
+def log_probs(model: PreTrainedModel, **options: object) -> torch.Tensor:
+    """`[T, vocab]` of a prompt read through pages; nothing is protected, so that formats alone are seen."""
+    view = packed(model)
+    config = EngineConfig.parse({"kv_error_budget": "off", **options})
+    (prompt,) = prompts((90,), seed=3)
+    with torch.no_grad():
+        return paged_log_probs(view, plan_storage(model, view, config).formats, prompt)
+
+
+def divergence(model: PreTrainedModel, **options: object) -> float:
+    """Mean KL divergence of the next-token distributions from those over fp32 pages."""
+    truth, found = log_probs(model, kv_cache_dtype="auto"), log_probs(model, **options)
+    return float((truth.exp() * (truth - found)).sum(-1).mean())
+
+
+def huge_unrotated_channels() -> PreTrainedModel:
+    """Partial RoPE; keys of the channels that do not rotate are 512 times as large, their queries 1/512: fp32 sees no
+    difference, and neither does any score."""
+    model = tiny_model("stablelm", use_qkv_bias=False)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        head_dim = attention.head_dim
+        unrotated = torch.arange(attention.k_proj.weight.shape[0]) % head_dim >= head_dim - 2
+        with torch.no_grad():
+            attention.k_proj.weight[unrotated] *= 512.0
+            queries = torch.arange(attention.q_proj.weight.shape[0]) % head_dim >= head_dim - 2
+            attention.q_proj.weight[queries] /= 512.0
+    return model
+
+
+def value_bias() -> PreTrainedModel:
+    """A bias of V 300 times its size, taken back by the bias of the output projection."""
+    model = tiny_model("starcoder2")
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        with torch.no_grad():
+            bias = torch.zeros_like(attention.v_proj.bias)
+            bias[::3] = 300.0
+            per_head = bias.view(-1, attention.head_dim)
+            groups = model.config.num_attention_heads // len(per_head)
+            attention.v_proj.bias += bias
+            attention.o_proj.bias -= attention.o_proj.weight @ per_head.repeat_interleave(groups, 0).flatten()
+    return model
+
+
+def key_bias() -> PreTrainedModel:
+    """A Qwen2 with a few huge key biases in the slowest channels of its first and last layers, as Qwen2.5-7B has."""
+    model = tiny_model("qwen2", rope_theta=1e6)
+    for layer in (model.model.layers[0], model.model.layers[-1]):
+        bias = layer.self_attn.k_proj.bias
+        half = layer.self_attn.head_dim // 2
+        with torch.no_grad():
+            bias.zero_()
+            bias.view(-1, 2 * half)[:, [half - 1, 2 * half - 1]] = 150.0
+    return model
+
+
+BREAKING = {"key bias": key_bias, "huge channels without rotation": huge_unrotated_channels, "value bias": value_bias}
+
+
+@pytest.mark.parametrize("name", BREAKING)
+def test_models_that_break_naive_caches_keep_their_distributions(name: str) -> None:
+    """The largest channel takes the whole range of a row's codes, and the others are rounded away."""
+    model = BREAKING[name]()
+    naive = divergence(model, kv_cache_dtype="int8", kv_scales="off")
+    ours = divergence(model, kv_cache_dtype="int8")
+    ordinary = divergence(tiny_model("llama"), kv_cache_dtype="int8", kv_scales="off")
+    assert naive > 20 * ours, (naive, ours)
+    assert ours < 10 * ordinary, (ours, ordinary)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int4", "k=int8,v=int4"])
+def test_every_format_gains_on_a_model_with_a_key_bias(kv_cache_dtype: str) -> None:
+    model = key_bias()
+    naive = divergence(model, kv_cache_dtype=kv_cache_dtype, kv_scales="off")
+    assert naive > 3 * divergence(model, kv_cache_dtype=kv_cache_dtype)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_layers_with_a_softcap_or_sinks_take_no_offsets(family: str) -> None:
+    """q.z would not cancel there; factors are exact all the same."""
+    scales = calibrate(packed(tiny_model(family)), list(FORMATS), list(FORMATS))
+    for layer in scales.layers.values():
+        assert all(side.offset is None or not side.offset.any() for side in layer.keys.values())
+        assert family != "gpt_oss" or all(side.offset is None for side in layer.values.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt_oss", "stablelm", "mistral"])
+def test_factors_are_powers_of_two_and_transforms_fit_the_layers(family: str) -> None:
+    model = packed(tiny_model(family))
+    scales = calibrate(model, ["int8", "int4"], ["int8", "int4"])
+    assert set(scales.layers) == {spec.layer_idx for spec in model.specs}
+    for spec in model.specs:
+        transform = transform_of(spec, "int8", "int4", scales.layers[spec.layer_idx])
+        assert transform is not None and not transform.rotates_k and transform.rotates_v
+        exponents = transform.k_factor.log2()
+        assert torch.equal(exponents, exponents.round()) and transform.k_factor.shape == (spec.kv_heads, spec.head_dim)
+
+
+def test_a_calibration_is_the_same_every_time_and_made_once_per_model() -> None:
+    """Two engines of a model must agree, and a second one costs no forward."""
+    model = tiny_model("llama")
+    first, second = (calibrate(packed(model), ["int8"], ["int8"]) for _ in range(2))
+    for index, layer in first.layers.items():
+        assert torch.equal(layer.keys["int8"].offset, second.layers[index].keys["int8"].offset)
+        assert layer.keys["int8"].error == second.layers[index].keys["int8"].error
+    known = CALIBRATIONS.get(model, packed(model), ["int8"], ["int8"])
+    assert CALIBRATIONS.get(model, packed(model), ["int8"], ["int8"]) is known
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(2.0)
+    assert CALIBRATIONS.get(model, packed(model), ["int8"], ["int8"]) is not known, "weights were written"
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
+    model = packed(tiny_model("qwen2"))
+    scales = calibrate(model, list(FORMATS), list(FORMATS))
+    save_kv_scales(scales, tmp_path / "kv.safetensors")
+    loaded = load_kv_scales(tmp_path / "kv.safetensors", model.specs)
+    assert loaded.source == scales.source and loaded.mix is None
+    for index, layer in scales.layers.items():
+        for side, again in ((layer.keys, loaded.layers[index].keys), (layer.values, loaded.layers[index].values)):
+            assert set(side) == set(again)
+            for name, found in side.items():
+                assert found.error == again[name].error
+                for a, b in ((found.offset, again[name].offset), (found.factor, again[name].factor)):
+                    assert (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b))
+
+
+def test_the_file_of_another_model_and_no_file_are_refused(tmp_path: Path) -> None:
+    """Smoothing by another model's numbers would still be exact, and useless."""
+    file = tmp_path / "kv.safetensors"
+    save_kv_scales(calibrate(packed(tiny_model("llama")), ["int8"], ["int8"]), file)
+    with pytest.raises(ValueError, match=r"layers\.0\.k\.int8\.\w+ has shape .* this model needs"):
+        LLM(tiny_model("qwen3"), kv_cache_dtype="int8", kv_scales=str(file), num_blocks=8)
+    with pytest.raises(ValueError, match="3 attention layers; this one has 4"):
+        LLM(tiny_model("gemma3_text"), kv_cache_dtype="int8", kv_scales=str(file), num_blocks=8)
+    with pytest.raises(OSError, match="calibrate"):
+        LLM(tiny_model("llama"), kv_cache_dtype="int8", kv_scales=str(tmp_path / "none"), num_blocks=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_scales": 3}, "kv_scales=3"),
+        ({"kv_error_budget": "much"}, "kv_error_budget='much'"),
+        ({"kv_error_budget": -1.0}, "kv_error_budget=-1.0"),
+        ({"kv_scales": "off", "kv_error_budget": 0.1}, 'kv_scales="off"'),
+        ({"kv_scales": "off", "kv_cache_dtype": "auto-quality"}, 'kv_scales="off"'),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(tiny_model("llama"), num_blocks=8, **options)  # type: ignore[arg-type]  # mixed values
