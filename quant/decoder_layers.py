@@ -180,12 +180,11 @@ def _probe(model: PreTrainedModel, layers: str, input_ids: Tensor) -> tuple[Tens
         except _Stop:
             pass
         except (TypeError, ValueError, IndexError, RuntimeError):
-            if as_tuple:
-                raise
-            continue
+            continue  # it took apart what it did not expect; the answer is below
         finally:
             model.set_submodule(layers, nn.ModuleList(originals))
-        if len(log) == len(originals) and all(hidden is log[0][0] for hidden, _ in log):
+        handed_on = len(log) == len(originals) and all(hidden is log[0][0] for hidden, _ in log)
+        if handed_on and log[0][0].shape[:2] == input_ids.shape:
             return log[0][0], [call for _, call in log]
     raise ValueError(
         f"{type(model).__name__} does not hand hidden states from one decoder layer to the next unchanged, so its "

@@ -158,7 +158,7 @@ class CalibratedQuantizer:
         if hessian.tokens == 0:
             return "no calibration token reached it: rounded to nearest"
         if hessian.tokens < hessian.in_features:
-            return f"only {hessian.tokens} calibration tokens reached it"
+            return "fewer calibration tokens than input channels reached it"
         return self._notes.get(group)
 
 
