@@ -162,14 +162,11 @@ def _attend(
 ):  # fmt: skip
     """Tiles `[begin, end)` of one sequence and KV head, into `out` if these are all (`whole`), else into a partial."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     HEADS: gl.constexpr = gl.SliceLayout(0, MMA)
     K_TYPE: gl.constexpr = k_ptr.dtype.element_ty
     V_TYPE: gl.constexpr = v_ptr.dtype.element_ty
     K_PARTS: gl.constexpr = parts(K_TYPE)
     V_PARTS: gl.constexpr = parts(V_TYPE)
-    K_DOT: gl.constexpr = dot_type(K_TYPE)
     V_DOT: gl.constexpr = dot_type(V_TYPE)
     K_WORDS: gl.constexpr = K_DIM // K_PARTS
     V_WORDS: gl.constexpr = V_DIM // V_PARTS
@@ -192,23 +189,8 @@ def _attend(
     if V_PARTS == 4:
         v_scale = gl.load(v_scale_ptr + (block * v_scale_stride + row) + n)
 
-    QL: gl.constexpr = q_layout(N, K_DIM, K_PARTS)
-    q_head = gl.arange(0, N, layout=gl.SliceLayout(1, QL))
-    q_ptrs = q_ptr + seq.to(gl.int64) * q_stride_t + (kv_head * GROUP + q_head)[:, None] * q_stride_h
-    channel = gl.arange(0, K_DIM, layout=gl.SliceLayout(0, QL))[None, :]
-    q = gl.load(q_ptrs + channel, mask=(q_head < GROUP)[:, None], other=0.0).to(gl.float32)
-    largest = gl.max(gl.abs(q), 1)
-    unit = gl.exp2(gl.floor(gl.log2(gl.where(largest > 0, largest, 1.0))))
-    q = (q * (1.0 / unit)[:, None]).to(K_DOT)
-    q_unit = gl.convert_layout(unit, HEADS) * scale
-    q_bias = gl.zeros([N], gl.float32, layout=HEADS)
-    if gl.int8 == K_TYPE:
-        q_bias = gl.convert_layout(gl.sum(q.to(gl.float32), 1), HEADS) * INT8_BIAS
-    if K_PARTS == 4:
-        q0, q1, q2, q3 = q_operands(q, K_TYPE, K_WORDS, N, B)
-    else:
-        q0, q1 = q_pairs(q, K_WORDS, N, B)
-
+    q_row = q_ptr + seq.to(gl.int64) * q_stride_t + kv_head * GROUP * q_stride_h
+    q0, q1, q2, q3, q_unit, q_bias = _queries(q_row, q_stride_h, scale, GROUP, N, K_DIM, K_TYPE, MMA)
     a0 = gl.zeros([V_WORDS, N], gl.float32, layout=MMA)
     a1 = a0
     a2 = a0
@@ -220,22 +202,12 @@ def _attend(
         v_unit = 1.0
     for tile in range(begin, end):
         more = tile + 1 < end
-        scores = gl.zeros([TILE, N], gl.float32, layout=MMA) - q_bias[None, :]
+        scores = _products(k, q0, q1, q2, q3, -q_bias, TILE, N, K_WORDS, K_TYPE, MMA)
         if K_PARTS == 4:
-            k0, k1, k2, k3 = k_codes(k, K_TYPE)
-            scores = mma_v2(k_operand(k0, TILE, K_WORDS, A), q0, scores)
-            scores = mma_v2(k_operand(k1, TILE, K_WORDS, A), q1, scores)
-            scores = mma_v2(k_operand(k2, TILE, K_WORDS, A), q2, scores)
-            scores = mma_v2(k_operand(k3, TILE, K_WORDS, A), q3, scores)
             scores = scores * k_scale.to(gl.float32)[:, None]
-        else:
-            k0, k1 = k_pairs(k, K_TYPE)
-            scores = mma_v2(k_operand(k0, TILE, K_WORDS, A), q0, scores)
-            scores = mma_v2(k_operand(k1, TILE, K_WORDS, A), q1, scores)
         block = next_block.to(gl.int64)
-        next_block = gl.load(
-            table_ptr + gl.minimum(tile + 2, end - 1) * TILE // BLOCK_SIZE
-        )  # no two latencies in a row
+        after = gl.minimum(tile + 2, end - 1) * TILE  # its block is asked for now: no two latencies in a row
+        next_block = gl.load(table_ptr + after // BLOCK_SIZE)
         row = kv_head * BLOCK_SIZE + (tile + 1) * TILE % BLOCK_SIZE
         k = gl.load(tile_words(k_ptr, k_stride, block, row, K_WORDS, TILE, KL), mask=more)
         if K_PARTS == 4:
@@ -265,25 +237,13 @@ def _attend(
             decay *= v_unit / new_unit
             v_unit = new_unit
             probs = probs * (weight * (1.0 / new_unit))[:, None]
-        weights = gl.convert_layout(probs.to(V_DOT), B)
-        v = gl.convert_layout(v, v_layout(TILE, V_WORDS, RUN, True), assert_trivial=True)
-        a0 = a0 * decay[None, :]
-        a1 = a1 * decay[None, :]
-        if V_PARTS == 4:
-            v0, v1, v2, v3 = v_codes(v, V_TYPE)
-            a0 = mma_v2(v_operand(v0, TILE, V_WORDS, RUN, A), weights, a0)
-            a1 = mma_v2(v_operand(v1, TILE, V_WORDS, RUN, A), weights, a1)
-            a2 = mma_v2(v_operand(v2, TILE, V_WORDS, RUN, A), weights, a2 * decay[None, :])
-            a3 = mma_v2(v_operand(v3, TILE, V_WORDS, RUN, A), weights, a3 * decay[None, :])
-        else:
-            v0, v1 = v_pairs(v, V_TYPE)
-            a0 = mma_v2(v_operand(v0, TILE, V_WORDS, RUN, A), weights, a0)
-            a1 = mma_v2(v_operand(v1, TILE, V_WORDS, RUN, A), weights, a1)
+        weights = gl.convert_layout(probs.to(V_DOT), gl.DotOperandLayout(1, MMA, 2))
+        a0, a1, a2, a3 = _add_values(v, weights, decay, a0, a1, a2, a3, TILE, V_WORDS, RUN, V_TYPE, MMA)
         v = gl.load(tile_words(v_ptr, v_stride, block, row, V_WORDS, TILE, VL), mask=more)
         if V_PARTS == 4:
             v_scale = gl.load(v_scale_ptr + (block * v_scale_stride + row) + n, mask=more)
         if PREFETCH:
-            row = kv_head * BLOCK_SIZE + gl.minimum(tile + 2, end - 1) * TILE % BLOCK_SIZE
+            row = kv_head * BLOCK_SIZE + after % BLOCK_SIZE
             prefetch_tile(k_ptr, k_stride, next_block.to(gl.int64), row, K_WORDS, TILE)
             prefetch_tile(v_ptr, v_stride, next_block.to(gl.int64), row, V_WORDS, TILE)
 
@@ -305,6 +265,81 @@ def _attend(
         slot = (gl.program_id(0) * 2 + at_start.to(gl.int32)) * GROUP
         gl.store(lse_ptr + slot + group_head, top + gl.log2(denominator), mask=group_head < GROUP)
         _store(partial_ptr, slot, a0, a1, a2, a3, factor, V_PARTS, V_WORDS, RUN, N, GROUP)
+
+
+@gluon.jit
+def _queries(
+    q_row, q_stride_h, scale,
+    GROUP: gl.constexpr, N: gl.constexpr, K_DIM: gl.constexpr, TYPE: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """The heads' queries as right operands, their scores' unit, and what INT8_BIAS adds to these.
+
+    The operands are divided by a power of two, so that fp16 holds them. For 16-bit pages the last two repeat the first.
+    """
+    PARTS: gl.constexpr = parts(TYPE)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    L: gl.constexpr = q_layout(N, K_DIM, PARTS)
+    head = gl.arange(0, N, layout=gl.SliceLayout(1, L))
+    channel = gl.arange(0, K_DIM, layout=gl.SliceLayout(0, L))
+    q = gl.load(q_row + head[:, None] * q_stride_h + channel[None, :], mask=(head < GROUP)[:, None], other=0.0)
+    q = q.to(gl.float32)
+    largest = gl.max(gl.abs(q), 1)
+    unit = gl.exp2(gl.floor(gl.log2(gl.where(largest > 0, largest, 1.0))))
+    q = (q * (1.0 / unit)[:, None]).to(dot_type(TYPE))
+    bias = gl.zeros([N], gl.float32, layout=gl.SliceLayout(0, MMA))
+    if gl.int8 == TYPE:
+        bias = gl.convert_layout(gl.sum(q.to(gl.float32), 1), gl.SliceLayout(0, MMA)) * INT8_BIAS
+    if PARTS == 4:
+        q0, q1, q2, q3 = q_operands(q, TYPE, K_DIM // PARTS, N, B)
+    else:
+        q0, q1 = q_pairs(q, K_DIM // PARTS, N, B)
+        q2 = q0
+        q3 = q1
+    return q0, q1, q2, q3, gl.convert_layout(unit, gl.SliceLayout(0, MMA)) * scale, bias
+
+
+@gluon.jit
+def _products(
+    k, q0, q1, q2, q3, start,
+    TILE: gl.constexpr, N: gl.constexpr, WORDS: gl.constexpr, TYPE: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """`start` + K q^T, `[TILE, N]`."""
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    products = gl.zeros([TILE, N], gl.float32, layout=MMA) + start[None, :]
+    if parts(TYPE) == 4:
+        k0, k1, k2, k3 = k_codes(k, TYPE)
+        products = mma_v2(k_operand(k0, TILE, WORDS, A), q0, products)
+        products = mma_v2(k_operand(k1, TILE, WORDS, A), q1, products)
+        products = mma_v2(k_operand(k2, TILE, WORDS, A), q2, products)
+        products = mma_v2(k_operand(k3, TILE, WORDS, A), q3, products)
+    else:
+        k0, k1 = k_pairs(k, TYPE)
+        products = mma_v2(k_operand(k0, TILE, WORDS, A), q0, products)
+        products = mma_v2(k_operand(k1, TILE, WORDS, A), q1, products)
+    return products
+
+
+@gluon.jit
+def _add_values(
+    v, weights, decay, a0, a1, a2, a3,
+    TILE: gl.constexpr, WORDS: gl.constexpr, RUN: gl.constexpr, TYPE: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """Weighted values, `[WORDS, N]` of values i of each word: what there was, times `decay`, + V^T weights."""
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    v = gl.convert_layout(v, v_layout(TILE, WORDS, RUN, True), assert_trivial=True)
+    a0 = a0 * decay[None, :]
+    a1 = a1 * decay[None, :]
+    if parts(TYPE) == 4:
+        v0, v1, v2, v3 = v_codes(v, TYPE)
+        a0 = mma_v2(v_operand(v0, TILE, WORDS, RUN, A), weights, a0)
+        a1 = mma_v2(v_operand(v1, TILE, WORDS, RUN, A), weights, a1)
+        a2 = mma_v2(v_operand(v2, TILE, WORDS, RUN, A), weights, a2 * decay[None, :])
+        a3 = mma_v2(v_operand(v3, TILE, WORDS, RUN, A), weights, a3 * decay[None, :])
+    else:
+        v0, v1 = v_pairs(v, TYPE)
+        a0 = mma_v2(v_operand(v0, TILE, WORDS, RUN, A), weights, a0)
+        a1 = mma_v2(v_operand(v1, TILE, WORDS, RUN, A), weights, a1)
+    return a0, a1, a2, a3
 
 
 @gluon.jit
@@ -341,8 +376,10 @@ def fits(query: Tensor, layer: LayerKV) -> bool:
     """Whether this kernel serves the call; the portable one serves every other."""
     k, v = layer.k.tensor, layer.v.tensor
     group = query.shape[1] // k.shape[1]
+    capability = (8, 9) if torch.float8_e4m3fn in (k.dtype, v.dtype) else (8, 0)
     return (
         query.is_cuda
+        and torch.cuda.get_device_capability(query.device) >= capability
         and not any(isinstance(pages, GroupPages) for pages in (layer.k, layer.v))
         and query.dtype != torch.float32
         and all(x.dtype != torch.float32 and x.shape[3] in (64, 128, 256) for x in (k, v))
