@@ -96,6 +96,12 @@ class Hessian:
                 raise ValueError(f"reference activations are {list(reference.shape)}, expected {list(x.shape)}")
             _add_product(self._drift, reference.float() - x.float(), x.float())
 
+    def merge(self, other: Hessian) -> None:
+        """Take in all that another one, not asymmetric, has seen."""
+        self.matrix.add_(other.matrix)
+        self._abs += other._abs
+        self.tokens += other.tokens
+
     def scale_(self, scales: Tensor) -> None:
         """As if every input had been divided by `scales [K]`."""
         for matrix in (self.matrix, self._drift):

@@ -28,6 +28,7 @@ class LinearGroup:
 
     names: tuple[str, ...]
     stage: int  # groups of one stage do not depend on one another
+    source: str  # the module that is given the activation: the first linear, or the mixture that it is an expert of
     routed: bool  # of an expert: its tokens are those that the router sends
 
 
@@ -138,7 +139,9 @@ def _numbered(order: Sequence[str], keys: dict[str, tuple[Any, ...]]) -> list[Li
     for key, names in groups.items():
         kind = key[:-1] if key[0] == "experts" else key  # all experts' first projections, then all their second ones
         stage = stages.setdefault(kind, len(stages))
-        found.append(LinearGroup(names=tuple(names), stage=stage, routed=key[0] == "experts"))
+        routed = key[0] == "experts"
+        source = key[1] if routed and not key[2] else names[0]
+        found.append(LinearGroup(names=tuple(names), stage=stage, source=source, routed=routed))
     return sorted(found, key=lambda group: group.stage)
 
 

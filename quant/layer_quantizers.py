@@ -23,7 +23,7 @@ from hf_paged.quant.layer_statistics import LayerRun
 from hf_paged.quant.quantize_config import QuantizeConfig
 from hf_paged.quant.quantize_report import LinearReport
 from hf_paged.quant.rtn import rtn, rtn_fp8
-from hf_paged.quant.scale_folding import Folding, LayerTrace, find_folding
+from hf_paged.quant.scale_folding import Folding, LayerTrace, find_folding, shared_inputs
 from hf_paged.quant.weight import QuantizedWeight, dequantize
 
 Quantized = QuantizedWeight | tuple[Tensor, Tensor]  # the second: codes e4m3 [N, K] and scales [N, 1]
@@ -135,18 +135,19 @@ class CalibratedQuantizer:
     def _scale(self, hessians: dict[LinearGroup, Hessian], trace: LayerTrace) -> set[str]:
         """Search and fold the scales of every group that something can absorb; the linears never to be clipped."""
         layer, unclipped = self.run.layer, set(trace.attention_inputs(self.groups))
-        for group in self.groups:
-            folding = find_folding(layer, group, trace)
+        for groups in shared_inputs(self.groups, trace):
+            folding = find_folding(layer, groups, trace)
             if not isinstance(folding, Folding):
-                self._notes[group] = folding
+                self._notes |= dict.fromkeys(groups, folding)
                 continue
-            hessian = hessians[group]
-            with _naming(group.names[0]):
-                weights = [self._weight(name) for name in group.names]
-                scales = awq_scales(weights, hessian, self.grid, share=folding.share)
+            names = [name for group in groups for name in group.names]
+            with _naming(names[0]):
+                statistics = _merged([hessians[group] for group in groups])
+                scales = awq_scales([self._weight(n) for n in names], statistics, self.grid, share=folding.share)
             self.result.changed |= folding.apply(layer, scales)
-            hessian.scale_(scales)
-            self.run.scales[group] = scales
+            for group in groups:
+                hessians[group].scale_(scales)
+                self.run.scales[group] = scales
             if folding.whole:  # v_proj, when this is o_proj; of q and k the product counts, not each output
                 unclipped.discard(folding.producer)
         return unclipped
@@ -177,6 +178,16 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+def _merged(hessians: Sequence[Hessian]) -> Hessian:
+    """The statistics of all, as if every linear had seen every token."""
+    if len(hessians) == 1:
+        return hessians[0]
+    merged = Hessian(hessians[0].in_features, device=hessians[0].matrix.device)
+    for hessian in hessians:
+        merged.merge(hessian)
+    return merged
 
 
 def _energy(weight: Tensor, hessian: Hessian) -> float:

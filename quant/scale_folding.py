@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.quant.layer_linears import LinearGroup, get_weight, linear_shape
+from hf_paged.quant.unfused_experts import UnfusedExperts
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of what the layer adds: rounding
 _NOTICED = 10  # times that much must change when only the producer is divided
@@ -124,17 +125,26 @@ class Folding:
         return names
 
 
+def shared_inputs(groups: Sequence[LinearGroup], trace: LayerTrace) -> list[list[LinearGroup]]:
+    """Groups that are scaled together: an expert's first linears read what the mixture is given, as others may do."""
+    found: dict[object, list[LinearGroup]] = {}
+    for group in groups:
+        x = trace.inputs.get(group.source)
+        found.setdefault((x.data_ptr(), x.numel()) if isinstance(x, Tensor) else group, []).append(group)
+    return list(found.values())
+
+
 @torch.no_grad()
-def find_folding(layer: nn.Module, group: LinearGroup, trace: LayerTrace) -> Folding | str:
-    """The folding of a group's scales, or why there is none."""
-    x = trace.inputs.get(group.names[0])
+def find_folding(layer: nn.Module, groups: Sequence[LinearGroup], trace: LayerTrace) -> Folding | str:
+    """The folding of the scales of `groups`, which read one activation, or why there is none."""
+    x = trace.inputs.get(groups[0].source)
     if not isinstance(x, Tensor):
         return "scales kept out: no token of the watched window reached it"
     k = x.shape[-1]
     readers = tuple(_readers(layer, x, k, trace))
     expected = trace.rerun()
     scale = (expected - trace.hidden).float().norm()
-    for candidate in _candidates(layer, group, readers, k, trace):
+    for candidate in _candidates(layer, groups[0].source, readers, k, trace):
         if _holds(layer, candidate, trace, expected, scale):
             return candidate
     return "scales kept out: nothing before it can absorb them"
@@ -144,6 +154,8 @@ def _readers(layer: nn.Module, x: Tensor, k: int, trace: LayerTrace) -> Iterator
     """Modules with a matrix whose columns belong to the channels of `x`."""
     for name in trace.order:
         module = layer.get_submodule(name)
+        if _same(trace.inputs[name], x) and isinstance(module, UnfusedExperts):
+            yield from (f"{name}.{first}" for first in module.first_linears())
         if _same(trace.inputs[name], x) and isinstance(getattr(module, "weight", None), Tensor):
             weight = _columns(module)
             if weight.dim() == 2 and weight.shape[1] == k:
@@ -151,11 +163,11 @@ def _readers(layer: nn.Module, x: Tensor, k: int, trace: LayerTrace) -> Iterator
 
 
 def _candidates(
-    layer: nn.Module, group: LinearGroup, readers: tuple[str, ...], k: int, trace: LayerTrace
+    layer: nn.Module, source: str, readers: tuple[str, ...], k: int, trace: LayerTrace
 ) -> Iterator[Folding]:
-    """Norms whose output the group reads, then linears that ran before it, the latest first."""
-    x, device = trace.inputs[group.names[0]], trace.hidden.device
-    before = trace.order[: trace.order.index(group.names[0])]
+    """Norms whose output is read, then linears that ran before it, the latest first."""
+    x, device = trace.inputs[source], trace.hidden.device
+    before = trace.order[: trace.order.index(source)]
     for name in reversed(before):
         module = layer.get_submodule(name)
         weight = getattr(module, "weight", None)
@@ -164,7 +176,7 @@ def _candidates(
                 yield Folding(producer=name, rows=None, one_plus=one_plus, readers=readers)
     for name in reversed(before):
         shape = linear_shape(layer.get_submodule(name))
-        if shape is not None and name not in readers and _expert(name) == _expert(group.names[0]):
+        if shape is not None and name not in readers and _expert(name) == _expert(source):
             for rows in _row_maps(shape[0], k, trace.head_dim):
                 yield Folding(producer=name, rows=rows.to(device), one_plus=False, readers=readers)
 

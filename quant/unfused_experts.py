@@ -37,6 +37,10 @@ class UnfusedExperts(nn.Module):
             }
             self.add_module(str(expert), nn.ModuleDict(linears))
 
+    def first_linears(self) -> list[str]:
+        """The names of those that read the mixture's input: every expert's gate and up."""
+        return [f"{expert}.{name}" for expert in range(self.num_experts) for name in self.names[:2]]
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         index = top_k_index.reshape(flat.shape[0], -1)
