@@ -54,13 +54,13 @@ class Factor:
 
 
 class Hessian:
-    """Sums over calibration tokens: x^T x, |x| and, when asymmetric, (reference - x)^T x."""
+    """Sums over calibration tokens: x^T x, |x| and, when asymmetric, reference^T x."""
 
     def __init__(self, in_features: int, *, device: torch.device | str = "cpu", asymmetric: bool = False) -> None:
         self.in_features = in_features
         self.tokens = 0
         self._matrix: Tensor | None = torch.zeros((in_features, in_features), device=device)
-        self._drift = torch.zeros_like(self.matrix) if asymmetric else None
+        self._cross = torch.zeros_like(self.matrix) if asymmetric else None
         self._abs = torch.zeros(in_features, device=device)
 
     @property
@@ -84,17 +84,17 @@ class Hessian:
         """Take in tokens `[..., K]`; when asymmetric with the full-precision model's inputs of the same tokens."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"activations have {x.shape[-1]} channels, expected {self.in_features}")
-        if (reference is None) != (self._drift is None):
+        if (reference is None) != (self._cross is None):
             raise ValueError("reference activations belong to an asymmetric Hessian, and to no other")
         x = x.detach().reshape(-1, self.in_features)
         self.tokens += x.shape[0]
         self._abs += x.abs().sum(0, dtype=torch.float32)
         _add_product(self.matrix, x, x)
-        if reference is not None and self._drift is not None:
+        if reference is not None and self._cross is not None:
             reference = reference.detach().reshape(-1, reference.shape[-1])
             if reference.shape != x.shape:
                 raise ValueError(f"reference activations are {list(reference.shape)}, expected {list(x.shape)}")
-            _add_product(self._drift, reference.float() - x.float(), x.float())
+            _add_product(self._cross, reference.to(x.dtype), x)
 
     def merge(self, other: Hessian) -> None:
         """Take in all that another one, not asymmetric, has seen."""
@@ -104,7 +104,7 @@ class Hessian:
 
     def scale_(self, scales: Tensor) -> None:
         """As if every input had been divided by `scales [K]`."""
-        for matrix in (self.matrix, self._drift):
+        for matrix in (self.matrix, self._cross):
             if matrix is not None:
                 matrix.div_(scales).div_(scales[:, None])
         self._abs /= scales
@@ -118,11 +118,12 @@ class Hessian:
         """
         if not 0 < damping < 1:
             raise ValueError(f"damping is {damping}, expected more than 0 and less than 1")
-        matrix, drift = self.matrix, self._drift
+        matrix, cross = self.matrix, self._cross
         diagonal = matrix.diagonal().clone()
         if not torch.isfinite(diagonal).all():
             raise ValueError("activations hold NaN or infinite values, expected finite ones")
-        self._matrix = self._drift = None
+        drift = None if cross is None else cross.sub_(matrix)  # exact to a few 1e-6 of the sums
+        self._matrix = self._cross = None
         order = torch.argsort(diagonal, descending=True, stable=True) if act_order else None
         forward = torch.arange(self.in_features, device=matrix.device) if order is None else order
         backward = forward.flip(0)
