@@ -295,7 +295,7 @@ def decode_attention(
     }
     if config.in_registers:
         shape |= {"OVERLAP": config.overlap, "num_warps": 1, "maxnreg": config.max_registers}
-        if isinstance(layer.k, GroupPages):
+        if isinstance(layer.k, GroupPages) or isinstance(layer.v, GroupPages):
             grid = decode_int4_kernel[(config.programs,)]
             grid(*operands, *strides, *numbers, **shape, N=decode_int4.padded_heads(group))
         else:
@@ -368,7 +368,8 @@ def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int
     in_registers = int4 or decode_registers.fits(query, layer)
     overlap = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 9
     if in_registers:
-        tile, registers = decode_int4.launch(layer) if int4 else decode_registers.launch(layer)
+        group = query.shape[1] // k.shape[1]
+        tile, registers = decode_int4.launch(layer, group) if int4 else decode_registers.launch(layer)
         config = DecodeConfig(tile=tile, programs=1, num_warps=1, in_registers=True, max_registers=registers)
         per_sm = 4 * (512 // registers)
     else:

@@ -80,9 +80,13 @@ def _store_groups(
         first, second = pair.split()
         tl.store(at + tl.arange(0, HALF)[None, :], (first | second << 4).to(tl.uint8), mask=live[:, None])
     else:
-        partner = tl.broadcast_to(tl.minimum(d + HALF, x.shape[1] - 1)[None, :], x.shape)
-        second = tl.gather(codes, partner, 1)
-        tl.store(at + d[None, :], (codes | second << 4).to(tl.uint8), mask=live[:, None] & (d < HALF)[None, :])
+        # the codes of the second half are with other threads: they meet the first half's in memory
+        tl.store(at + d[None, :], codes.to(tl.uint8), mask=live[:, None] & (d < HALF)[None, :])
+        tl.debug_barrier()
+        at += (d - HALF)[None, :]
+        mask = live[:, None] & ((d >= HALF) & (d < HEAD_DIM))[None, :]
+        first = tl.load(at, mask=mask, other=0).to(tl.int32)
+        tl.store(at, (first | codes << 4).to(tl.uint8), mask=mask)
 
 
 @triton.jit

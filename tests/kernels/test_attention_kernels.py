@@ -209,7 +209,6 @@ def test_the_register_kernel_equals_the_definition(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("programs", [1, 7, 300])
 @pytest.mark.parametrize(
     ("head_dims", "group", "options"),
     [
@@ -221,8 +220,20 @@ def test_the_register_kernel_equals_the_definition(
     ],
     ids=str,
 )
+@pytest.mark.parametrize(
+    ("formats", "programs"),
+    [
+        ((UINT4, UINT4), 1),
+        ((UINT4, UINT4), 300),
+        ((torch.int8, UINT4), 7),
+        ((torch.float8_e4m3fn, UINT4), 300),
+        ((UINT4, torch.int8), 7),
+        ((UINT4, torch.float8_e4m3fn), 1),
+    ],
+    ids=str,
+)
 def test_the_int4_register_kernel_equals_the_definition(
-    head_dims: tuple[int, int], group: int, options: dict, programs: int
+    formats: tuple[torch.dtype, torch.dtype], programs: int, head_dims: tuple[int, int], group: int, options: dict
 ) -> None:
     """A code, a scale or a zero that meets the wrong channel, group or token shows nowhere but in the result."""
     shape = Shape(
@@ -233,7 +244,8 @@ def test_the_int4_register_kernel_equals_the_definition(
         v_head_dim=head_dims[1],
         block_size=32 if programs == 1 else 16,
         dtype=torch.bfloat16 if programs == 7 else torch.float16,
-        k_format=UINT4,
+        k_format=formats[0],
+        v_format=formats[1],
         **options,
     )
     case = make_case(shape)
