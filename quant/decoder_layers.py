@@ -7,7 +7,8 @@ input on, so a layer can then be run alone, on inputs that are kept between laye
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,21 +139,23 @@ def embed(source: SourceModel, layers: str, input_ids: Tensor, device: torch.dev
     for name in before:
         source.fill(name, cpu, dtype)
     calls: dict[int, list[LayerCall]] = {}
-    chunks = []
+    hidden: Tensor | None = None
     try:
         for start in range(0, samples, batch):
             ids = input_ids[start : start + batch]
-            hidden, found = _probe(source.model, layers, ids)
+            first, found = _probe(source.model, layers, ids)
             calls.setdefault(ids.shape[0], found)
-            chunks.append(hidden)
+            if hidden is None:
+                shape = (samples, *first.shape[1:])
+                place = device if _fits(shape, first.dtype, device) else cpu
+                hidden = torch.empty(shape, dtype=first.dtype, device=place)
+            hidden[start : start + batch].copy_(first)
         if 1 not in calls:
             calls[1] = _probe(source.model, layers, input_ids[:1])[1]
     finally:
         for name in before:
             source.empty(name)
-    hidden = torch.cat(chunks)
-    if _fits(hidden, device):
-        hidden = hidden.to(device)
+    assert hidden is not None
     return LayerInputs(hidden, calls, batch, device)
 
 
@@ -192,11 +195,12 @@ def _probe(model: PreTrainedModel, layers: str, input_ids: Tensor) -> tuple[Tens
     )
 
 
-def _fits(hidden: Tensor, device: torch.device) -> bool:
+def _fits(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the hidden states may stay on the device."""
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
-    return hidden.numel() * hidden.element_size() <= free * _SHARE_ON_DEVICE
+    return math.prod(shape) * dtype.itemsize <= free * _SHARE_ON_DEVICE
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import hf_paged
-from hf_paged.quant import layer_quantizers, partial_output
+from hf_paged.quant import decoder_layers, layer_quantizers, partial_output
 from hf_paged.quant.quantize_config import QuantizeConfig
 from hf_paged.quant.quantize_report import QuantizeReport
 from hf_paged.quant.weight import QuantizedWeight, dequantize
@@ -324,3 +324,26 @@ def test_a_partial_folder_is_no_checkpoint_at_any_moment(
     assert order[0] == "manifest.json" and order[-1] == "config.json"
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["gptq", "awq", "rtn", "fp8"])
+def test_a_gpu_gives_a_checkpoint_as_good_as_the_cpus(
+    method: str, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(CONFIG, method=method, group_size=-1 if method == "fp8" else 32)
+    calibration = ids() if config.calibrated else None
+    reports = {}
+    for where in ("cpu", "cuda", "offloaded"):
+        if where == "offloaded":  # hidden states do not fit: they stay on the CPU between layers
+            monkeypatch.setattr(decoder_layers, "_SHARE_ON_DEVICE", 0.0)
+        reports[where] = hf_paged.quantize(
+            model_path, config, calibration, output=tmp_path / where, progress=False,
+            device="cpu" if where == "cpu" else "cuda",
+        )  # fmt: skip
+    assert reports["cuda"].peak_device_bytes and reports["cpu"].peak_device_bytes is None
+    assert same_weights(tmp_path / "cuda", tmp_path / "offloaded")
+    for one, other in zip(reports["cpu"].layers, reports["cuda"].layers, strict=True):
+        for a, b in zip(one.linears, other.linears, strict=True):
+            assert b.error == pytest.approx(a.error, rel=0.2), (a, b)  # near ties are rounded apart
+    AutoModelForCausalLM.from_pretrained(tmp_path / "cuda", dtype=torch.float32, device_map="cuda")
