@@ -152,7 +152,7 @@ class CachePages:
         new_key, new_value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
         if (transform := layer.transform) is not None:
             new_key, new_value = transform.stored_key(new_key), transform.stored_value(new_value)
-        write_kv(layer, new_key, new_value, tensors.slot_mapping)
+        write_kv(layer, new_key, new_value, tensors.slot_mapping, tensors.meta.derived)
         self.seen[layer_idx] = self.columns
         if step.paged:
             self._unread = layer_idx

@@ -154,14 +154,15 @@ class FusedAttention:
 
     def heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q `[T, num_heads, head_dim]`, K and V `[T, kv_heads, ...]` of hidden states `[1, T, hidden]`, as views."""
-        parts = [part.flatten(0, -2) for part in self.projections(hidden_states)]
+        tokens = hidden_states.shape[-2]
+        parts = self.projections(hidden_states)
         if self.interleaved_heads:
-            return parts[0].unflatten(-1, (self.num_heads, 3, -1)).unbind(2)
+            return parts[0].view(tokens, self.num_heads, 3, -1).unbind(2)
         query, key, value = parts
         return (
-            query.unflatten(-1, (self.num_heads, -1)),
-            key.unflatten(-1, (self.kv_heads, -1)),
-            value.unflatten(-1, (self.kv_heads, -1)),
+            query.view(tokens, self.num_heads, -1),
+            key.view(tokens, self.kv_heads, -1),
+            value.view(tokens, self.kv_heads, -1),
         )
 
 

@@ -35,7 +35,7 @@ class JoinedLinear:
         self._bias = join_parameters(biases) if biases else None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        return linear(x, self._weight, self._bias).split(self._sizes, -1)
+        return linear(x, self._weight, self._bias).split_with_sizes(self._sizes, -1)
 
 
 class SeparateLinears:

@@ -41,14 +41,14 @@ class StepContext(RotaryContext):
         if layer.transform is not None:
             query = layer.transform.query(query)
             key, value = layer.transform.stored_key(key), layer.transform.stored_value(value)
-        write_kv(layer, key, value, meta.slot_mapping)
+        write_kv(layer, key, value, meta.slot_mapping, meta.derived)
         return self._attended(query, layer, meta, call).unsqueeze(0)
 
     def attend_rotary(self, call: RotaryCall) -> Tensor:
         layer, meta = self._pages(call.layer_idx)
         query = rope_write(
             call.query, call.key, call.value, call.cos, call.sin, layer, meta.slot_mapping,
-            rope=call.rope, q_norm=call.q_norm, k_norm=call.k_norm,
+            rope=call.rope, q_norm=call.q_norm, k_norm=call.k_norm, derived=meta.derived,
         )  # fmt: skip
         return self._attended(query, layer, meta, call)
 

@@ -6,6 +6,8 @@ for inference: no gradients.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -70,11 +72,18 @@ def rope_write(
     rope: Rope,
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
+    derived: dict[Any, Any] | None = None,
 ) -> Tensor:
-    """Rotate query and key, store key and value in the pages as the layer's transform says; the query to meet them."""
-    launch = reference_fused.rope_write
-    if query.is_cuda:
-        from hf_paged.kernels.rope_write import rope_write as launch
+    """Rotate query and key, store key and value in the pages as the layer's transform says; the query to meet them.
+
+    `derived` is that of the step's `AttentionMetadata`.
+    """
+    if not query.is_cuda:
+        return reference_fused.rope_write(
+            query, key, value, cos, sin, layer, slot_mapping, rope=rope, q_norm=q_norm, k_norm=k_norm, derived=derived
+        )
+    from hf_paged.kernels.rope_write import rope_write as launch
+
     return launch(query, key, value, cos, sin, layer, slot_mapping, rope=rope, q_norm=q_norm, k_norm=k_norm)
 
 

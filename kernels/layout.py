@@ -9,6 +9,7 @@ K beside a 16-bit V is a plain combination of two values.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -115,6 +116,20 @@ class LayerKV:
     @property
     def block_size(self) -> int:
         return self.k.tensor.shape[2]
+
+    @cached_property
+    def plain_pair(self) -> PlainPages | None:
+        """K and V as pages of `2 * kv_heads` heads, where they are plain, alike and neighbours in their blocks."""
+        if not (isinstance(self.k, PlainPages) and isinstance(self.v, PlainPages)):
+            return None
+        k, v = self.k.data, self.v.data
+        alike = (k.shape, k.stride(), k.dtype) == (v.shape, v.stride(), v.dtype)
+        if not alike or k.shape[0] == 0 or v.data_ptr() - k.data_ptr() != k[0].numel() * k.element_size():
+            return None
+        num_blocks, kv_heads, *rest = k.shape
+        if k.stride(0) < 2 * k.stride(1) * kv_heads:
+            return None  # V's first block lies where K's second one does: two tensors, one after the other
+        return PlainPages(data=k.as_strided((num_blocks, 2 * kv_heads, *rest), k.stride()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,19 +76,32 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return ACTIVATIONS[kind](gate) * up
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: Rope, derived: dict[Any, Any] | None = None) -> Tensor:
     """`x` `[T, heads, head_dim]` rotated by the angles of `cos`, `sin` `[T, columns]`; fp32 inside, rounded once."""
     if rope.rotary_dim == 0:
         return x
     compute = torch.promote_types(x.dtype, torch.float32)
+    key = ("angles", rope, compute, cos.data_ptr())  # what is kept holds `cos`, so its address names it
+    c, s, _ = reference.once(derived, key, lambda: (*_angles(cos, sin, rope, compute), cos))
+    head, tail = x[..., : rope.rotary_dim].to(compute), x[..., rope.rotary_dim :]
+    rotated = head * c
+    for out, partner, factor in zip(_pairs(rotated, rope), reversed(_pairs(head, rope)), (-1, 1), strict=True):
+        out.addcmul_(partner, s, value=factor)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, tail), -1) if tail.shape[-1] else rotated
+
+
+def _pairs(x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    """The first and the second channel of every pair, `[..., rotary_dim / 2]` each, as views."""
+    return (x[..., 0::2], x[..., 1::2]) if rope.interleaved else x.chunk(2, -1)
+
+
+def _angles(cos: Tensor, sin: Tensor, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines of all channels `[T, 1, rotary_dim]` and sines of their pairs `[T, 1, rotary_dim / 2]`."""
     half = rope.rotary_dim // 2
     columns = slice(0, half * rope.angle_step, rope.angle_step)
-    c, s = (table[:, columns].unsqueeze(1).to(compute) for table in (cos, sin))
-    head, tail = x[..., : rope.rotary_dim].to(compute), x[..., rope.rotary_dim :]
-    first, second = (head[..., 0::2], head[..., 1::2]) if rope.interleaved else head.split(half, -1)
-    pair = (torch.addcmul(first * c, second, s, value=-1), torch.addcmul(second * c, first, s))
-    rotated = (torch.stack(pair, -1).flatten(-2) if rope.interleaved else torch.cat(pair, -1)).to(x.dtype)
-    return torch.cat((rotated, tail), -1) if tail.shape[-1] else rotated
+    c, s = (table[:, columns].unsqueeze(1).to(dtype) for table in (cos, sin))
+    return c.repeat_interleave(2, -1) if rope.interleaved else torch.cat((c, c), -1), s
 
 
 def rope_write(
@@ -102,6 +116,7 @@ def rope_write(
     rope: Rope,
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
+    derived: dict[Any, Any] | None = None,
 ) -> Tensor:
     """Normalise and rotate `query` and `key`, store `key` and `value` in the pages, return the query.
 
@@ -115,15 +130,17 @@ def rope_write(
         cos, sin: `[T, columns]` from the model's own rotary module; not read when `rope.rotary_dim` is 0.
         slot_mapping: `[T]` int64, -1 = do not write (the query is computed all the same).
         q_norm, k_norm: per head, before the rotation; both or none, alike but for their weights.
+        derived: `AttentionMetadata.derived` of the step.
 
     Returns:
         `[T, heads, head_dim]`, contiguous, in the dtype of `query`.
     """
     if q_norm is not None and k_norm is not None:
         query, key = rms_norm(query, q_norm), rms_norm(key, k_norm)
-    heads = (query.shape[1], key.shape[1])
-    query, key = rotate(torch.cat((query, key), 1), cos, sin, rope).split(heads, 1)
+    if rope.rotary_dim:
+        heads = [query.shape[1], key.shape[1]]
+        query, key = rotate(torch.cat((query, key), 1), cos, sin, rope, derived).split_with_sizes(heads, 1)
     if (transform := layer.transform) is not None:
         query, key, value = transform.query(query), transform.stored_key(key), transform.stored_value(value)
-    reference.write_kv(layer, key, value, slot_mapping)
+    reference.write_kv(layer, key, value, slot_mapping, derived)
     return query.contiguous()
