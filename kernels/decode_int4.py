@@ -147,10 +147,8 @@ def _attend(
     V_TYPE: gl.constexpr = v_ptr.dtype.element_ty
     V_GROUPS: gl.constexpr = V_DIM // 64 if gl.uint8 == V_TYPE else 1
     KL: gl.constexpr = int4_k_layout(TILE, K_DIM // 8) if gl.uint8 == K_TYPE else k_layout(TILE, K_DIM // 4)
-    if gl.uint8 == V_TYPE:
-        VL: gl.constexpr = int4_v_layout(TILE, V_DIM // 8, False)
-    else:
-        VL: gl.constexpr = v_layout(TILE, V_DIM // 4, _run(V_DIM), False)
+    V8: gl.constexpr = v_layout(TILE, V_DIM // 4, _run(V_DIM), False)
+    VL: gl.constexpr = int4_v_layout(TILE, V_DIM // 8, False) if gl.uint8 == V_TYPE else V8
     n = gl.arange(0, TILE, layout=gl.SliceLayout(1, H))
 
     k_ptr, k_stride, k_scale_ptr, k_scale_stride = _head_of_pages(
