@@ -215,6 +215,24 @@ def test_the_asymmetric_target_is_the_best_real_weight(act_order: bool) -> None:
     assert torch.allclose(target.double(), best, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize(
+    "grid", [Grid(bits=4, group_size=64, sym=False, mse=True), Grid(bits=3, group_size=-1, sym=True)]
+)
+def test_a_gpu_leaves_the_error_that_the_cpu_leaves(grid: Grid, act_order: bool) -> None:
+    """Kernel, factor and 16-bit statistics together; codes near ties may differ, the error may not."""
+    x, w = activations(4000, 384).half(), weights(200, 384).half()
+    errors = {}
+    for device in ("cpu", "cuda"):
+        hessian = Hessian(384, device=device, asymmetric=True)
+        hessian.add(x.to(device), x.roll(1, 0).to(device) * 0.05 + x.to(device))
+        quantized, reported = gptq(w.to(device), hessian.factor(act_order=act_order), grid)
+        errors[device] = float(reported.sum())
+        assert quantized.codes.device.type == device
+    assert abs(errors["cuda"] / errors["cpu"] - 1) < 0.02, errors
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_broken_weights_are_refused(value: float) -> None:
     w = weights(4, 96)

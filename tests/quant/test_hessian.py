@@ -24,14 +24,14 @@ def test_sums_do_not_depend_on_how_tokens_are_batched() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_inputs_are_summed_in_fp32(dtype: torch.dtype) -> None:
+def test_16_bit_inputs_are_summed_in_fp32(dtype: torch.dtype, device: torch.device) -> None:
     """65,504 is fp16's largest value: squares of ordinary activations over thousands of tokens pass it, and bf16 sums
     stop growing after a few hundred."""
-    x = torch.full((4096, 8), 20.0, dtype=dtype)
-    hessian = Hessian(8)
+    x = torch.full((4096, 8), 20.0, dtype=dtype, device=device)
+    hessian = Hessian(8, device=device)
     hessian.add(x)
-    assert torch.equal(hessian.matrix, torch.full((8, 8), 4096 * 400.0))
-    assert torch.equal(hessian.mean_abs, torch.full((8,), 20.0))
+    assert torch.equal(hessian.matrix.cpu(), torch.full((8, 8), 4096 * 400.0))
+    assert torch.equal(hessian.mean_abs.cpu(), torch.full((8,), 20.0))
 
 
 @pytest.mark.parametrize("act_order", [False, True])
