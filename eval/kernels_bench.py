@@ -26,11 +26,26 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from hf_paged.kernels.decode_attention import DecodeConfig, choose_config, decode_attention
-from hf_paged.kernels.layout import AttentionMetadata, LayerKV, Pages, PlainPages, ScaledPages
+from hf_paged.kernels.layout import (
+    UINT4,
+    AttentionMetadata,
+    GroupPages,
+    LayerKV,
+    Pages,
+    PlainPages,
+    ScaledPages,
+    num_groups,
+)
 from hf_paged.kernels.prefill_attention import PrefillConfig, prefill_attention
 from hf_paged.kernels.write_kernel import write_kv
 
-FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+FORMATS = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": UINT4,
+}
 SHAPES = {"mha": (32, 32), "gqa4": (32, 8), "gqa8": (64, 8)}  # heads, kv_heads
 DECODE_CASES = [(1, 512), (1, 8192), (1, 32768), (1, 131072), (16, 4096), (64, 2048), (128, 1024), (256, 512)]
 PREFILL_CASES = [(8, 1024), (4, 4096), (1, 8192), (1, 32768)]
@@ -88,12 +103,17 @@ def random_pages(num_blocks: int, kv_heads: int, block_size: int, head_dim: int,
         codes |= torch.empty_like(codes).random_(0, 2) << 7  # both signs, no e4m3 NaN
         scale = torch.rand(shape[:3], device="cuda").to(torch.float16) * 0.01
         return ScaledPages(codes=codes.view(dtype), scale=scale)
+    if dtype == UINT4:
+        codes = torch.empty((*shape[:3], head_dim // 2), dtype=torch.uint8, device="cuda").random_(0, 256)
+        scale = torch.rand((*shape[:3], num_groups(head_dim), 2), device="cuda") * 0.1
+        scale[..., 1] = -7.5 * scale[..., 0]  # codes around zero
+        return GroupPages(codes=codes, scale=scale.to(torch.float16))
     return PlainPages(data=torch.empty(shape, dtype=dtype, device="cuda").normal_())
 
 
 def bytes_per_token(pages: Pages) -> int:
-    _, kv_heads, _, head_dim = pages.tensor.shape
-    return kv_heads * (head_dim * pages.tensor.element_size() + (2 if isinstance(pages, ScaledPages) else 0))
+    block_bytes = pages.tensor[0].nbytes + (0 if isinstance(pages, PlainPages) else pages.scale[0].nbytes)
+    return block_bytes // pages.tensor.shape[2]
 
 
 def build(
