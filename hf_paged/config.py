@@ -55,7 +55,7 @@ class EngineConfig:
     swap_space: float = 0.0  # GiB of pinned CPU memory for preempted requests; 0 = recompute them
     cuda_graphs: AutoBool = "auto"
     async_scheduling: AutoBool = "auto"
-    fuse: AutoBool = "auto"  # fewer, larger kernels where that is provably the same model; "auto" = on CUDA
+    fuse: AutoBool = "auto"  # fewer, larger operations where that is provably the same model; "auto" = True
     seed: int = 0
 
     def __post_init__(self) -> None:

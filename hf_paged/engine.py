@@ -91,7 +91,7 @@ class Engine:
         config = resolve_quality(model, packed, config)
         self.kv_plan = plan_storage(model, packed, config)
         formats = self.kv_plan.formats
-        self.fusion = fuse(packed.view) if _wants_fusion(config, specs) else not_fused("off here, or by fuse=False")
+        self.fusion = not_fused("fuse=False") if config.fuse is False else fuse(packed.view)
         logger.info("fusion: %s", self.fusion)
         self.max_model_len = resolve_max_model_len(config, model)
         empty = KVCache(specs, formats, num_blocks=0, block_size=config.block_size)
@@ -300,11 +300,6 @@ def _check_one_device(specs: Sequence[LayerSpec]) -> None:
     devices = sorted({str(spec.device) for spec in specs})
     if len(devices) > 1:
         raise ValueError(f"the model's layers lie on {', '.join(devices)}; the engine serves a model on one device")
-
-
-def _wants_fusion(config: EngineConfig, specs: Sequence[LayerSpec]) -> bool:
-    """On a CPU the plain definitions of the fused operations are no faster than the model's own."""
-    return config.fuse is True or (config.fuse == "auto" and all(spec.device.type == "cuda" for spec in specs))
 
 
 def resolve_max_model_len(config: EngineConfig, model: PreTrainedModel) -> int:

@@ -55,11 +55,12 @@ def _held(hook: Any) -> Iterator[Any]:
 
 
 class ModelFingerprint:
-    """What a view depends on besides the values inside its tensors.
+    """What views and engines depend on besides the values inside the model's tensors.
 
-    `structure` changes when a view (and every graph captured from it) is stale: modules, tensor identities, addresses,
-    dtypes, simple attributes such as PEFT's merge and adapter state, the config. `versions` changes when weights were
-    written in place: the view stays right, cached keys and values do not.
+    `identity` changes when a view is stale: modules, the tensors' identities, simple attributes such as PEFT's merge
+    and adapter state, the config. `structure` changes also when tensors moved in memory, which joined weights and
+    captured graphs do not survive, but a view does, since its tensors are the model's. `versions` changes when weights
+    were written in place: both stay right, cached keys and values do not.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -67,8 +68,8 @@ class ModelFingerprint:
             (name, id(m), m.training, *_own_calls(m), *_simple_attributes(m)) for name, m in model.named_modules()
         )
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        storage = tuple((name, id(t), _address(t), t.dtype, t.shape) for name, t in tensors)
-        self.structure = hash((modules, storage, repr(model.config)))
+        self.identity = hash((modules, tuple((name, id(t)) for name, t in tensors), repr(model.config)))
+        self.structure = hash((self.identity, tuple((_address(t), t.dtype, t.shape) for _, t in tensors)))
         self.versions = hash(tuple(0 if t.is_inference() else t._version for _, t in tensors))
 
 
@@ -105,8 +106,8 @@ class ViewRegistry:
     def get(self, model: PreTrainedModel, fingerprint: ModelFingerprint | None = None) -> PreTrainedModel:
         fingerprint = fingerprint or ModelFingerprint(model)
         entry = self._views.get(model)
-        if entry is None or entry[0] != fingerprint.structure:
-            entry = (fingerprint.structure, build_view(model))
+        if entry is None or entry[0] != fingerprint.identity:
+            entry = (fingerprint.identity, build_view(model))
             self._views[model] = entry
         return entry[1]
 

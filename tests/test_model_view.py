@@ -98,6 +98,17 @@ def test_weights_written_in_place_keep_the_view_and_change_the_version() -> None
     assert after.structure == before.structure and after.versions != before.versions
 
 
+def test_weights_that_move_in_memory_keep_the_view_that_shares_them() -> None:
+    """Fusion moves weights when an engine is made: the next call must not pay for a view and a probe of it again."""
+    model, registry = tiny(), ViewRegistry()
+    before, view = ModelFingerprint(model), registry.get(model)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+    assert ModelFingerprint(model).structure != before.structure
+    assert registry.get(model) is view
+    assert view.model.layers[0].mlp.up_proj.weight.data_ptr() == weight.data_ptr()
+
+
 def test_a_view_goes_with_its_model() -> None:
     model, registry = tiny(), ViewRegistry()
     registry.get(model)
