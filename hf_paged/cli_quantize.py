@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_paged.quant.quantize_report import QuantizeReport
 
 _MIB = 2**20
+_FEWEST_TOKENS = 16  # of a text to evaluate on
 _Switch = bool | None  # None: the method's default
 
 
@@ -79,9 +80,11 @@ def quantize(
         if value is not None and not config.calibrated:
             raise typer.BadParameter(f"--{name} does not go with --method {method}, which looks at no activations")
     cli.quiet_unless_terminal()
+    text_ids = None if evaluate is None else _token_ids(cli.existing(model), evaluate)
     report = run(cli.existing(model), config, calibration, output=output, device=cli.usable(device), resume=resume)
-    if evaluate is not None:
-        report = replace(report, evaluation=_evaluate(model, output, evaluate, device))
+    if evaluate is not None and text_ids is not None:
+        change = _evaluate(model, output, text_ids, device)
+        report = replace(report, evaluation={"text": evaluate.name, **change})
         report.write(output / "quantize_report.json")
     if plot is not None:
         plot_errors(report, plot)
@@ -91,24 +94,34 @@ def quantize(
         _print(report)
 
 
-def _evaluate(model: str, output: Path, text: Path, device: str | None) -> dict[str, Any]:
+def _token_ids(model: str, text: Path) -> list[int]:
+    """The text to evaluate on, read before the work that it is to judge."""
+    from transformers import AutoTokenizer
+
+    from hf_paged.eval.texts import read_text, token_ids_of
+
+    ids = token_ids_of(AutoTokenizer.from_pretrained(model), read_text(text))
+    if len(ids) < _FEWEST_TOKENS:
+        raise ValueError(f"--evaluate {text} has {len(ids)} tokens; a perplexity needs {_FEWEST_TOKENS} or more")
+    return ids
+
+
+def _evaluate(model: str, output: Path, ids: list[int], device: str | None) -> dict[str, Any]:
     """Perplexity of both, as they load, over the whole text."""
     from hf_paged.eval.perplexity import measure_perplexity
-    from hf_paged.eval.texts import context_of, read_text, token_ids_of, windows_of
+    from hf_paged.eval.texts import context_of, windows_of
 
-    window = min(2048, context_of(support.config_of(model)) or 2048)
+    window = min(2048, context_of(support.config_of(model)) or 2048, len(ids))
     results = []
     for path in (model, str(output)):
-        loaded, tokenizer = support.load(path, cli.DType.auto, device)
-        ids = token_ids_of(tokenizer, read_text(text))
-        total = sum(w.num_scored for w in windows_of(ids, min(window, len(ids)), None, None))
+        loaded, _ = support.load(path, cli.DType.auto, device)
+        total = sum(w.num_scored for w in windows_of(ids, window, None, None))
         with support.progress_bar(f"perplexity {Path(path).name}", total) as progress:
-            results.append(measure_perplexity(loaded, ids, window=min(window, len(ids)), progress=progress))
+            results.append(measure_perplexity(loaded, ids, window=window, progress=progress))
         del loaded
     before, after = results
     change, stderr = after.change_from(before)
     return {
-        "text": text.name,
         "tokens": after.num_tokens,
         "window": after.window,
         "perplexity_before": before.perplexity,

@@ -144,13 +144,21 @@ class CalibratedQuantizer:
             with _naming(names[0]):
                 statistics = _merged([hessians[group] for group in groups])
                 scales = awq_scales([self._weight(n) for n in names], statistics, self.grid, share=folding.share)
-            self.result.changed |= folding.apply(layer, scales)
+            self._note_changes(folding.apply(layer, scales))
             for group in groups:
                 hessians[group].scale_(scales)
                 self.run.scales[group] = scales
             if folding.whole:  # v_proj, when this is o_proj; of q and k the product counts, not each output
                 unclipped.discard(folding.producer)
         return unclipped
+
+    def _note_changes(self, names: set[str]) -> None:
+        """Plain parameters go on as the file will hold them; weights of quantized linears are rounded later anyway."""
+        quantized = {f"{name}.weight" for group in self.groups for name in group.names}
+        for name in names - quantized:
+            value = self.run.layer.get_parameter(name).data
+            value.copy_(value.to(self.run.stored))
+            self.result.changed.add(name)
 
     def _weight(self, name: str) -> Tensor:
         return get_weight(self.run.layer.get_submodule(name))

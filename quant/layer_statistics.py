@@ -35,6 +35,7 @@ class LayerRun:
     layer: nn.Module
     inputs: LayerInputs
     reference: Reference | None
+    stored: torch.dtype  # of the model's files: what a changed plain weight will be rounded to
     scales: dict[LinearGroup, Tensor] = field(default_factory=dict)  # what a group's input was divided by
 
     @torch.no_grad()

@@ -175,7 +175,7 @@ class _Run:
             reference = Reference(layer=copy.deepcopy(layer), inputs=self.reference)
         before = [out.cpu() for _, out in inputs.run(index, layer, limit=_COMPARED)]
         result = self._calibrated(
-            LayerRun(index=index, layer=layer, inputs=inputs, reference=reference), name, relative
+            LayerRun(index=index, layer=layer, inputs=inputs, reference=reference, stored=self.stored), name, relative
         )
         error = _layer_error(index, layer, inputs, before)
         if reference is not None:
@@ -211,11 +211,9 @@ class _Run:
                 parts = fp8_tensors(*weight, self.stored)
             tensors |= {f"{base}.{suffix}": tensor for suffix, tensor in parts.items()}
         for relative in result.changed:
-            owner = relative.rpartition(".")[0]
-            if owner not in result.weights or relative.endswith(".bias"):
-                key = self.source.file_name[f"{name}.{relative}"]
-                stored = self.source.header.specs[key].dtype
-                tensors[key] = layer.get_parameter(relative).detach().to("cpu", torch_dtype(stored)).contiguous()
+            key = self.source.file_name[f"{name}.{relative}"]
+            stored = torch_dtype(self.source.header.specs[key].dtype)
+            tensors[key] = layer.get_parameter(relative).detach().to("cpu", stored).contiguous()
         return tensors
 
     def _rerun_layer(self, index: int, name: str) -> None:

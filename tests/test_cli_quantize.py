@@ -100,3 +100,10 @@ def test_failures_are_one_line(model_path: Path, tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert result.stderr.startswith("error: method 'gptq' needs calibration") and len(result.stderr.splitlines()) == 1
     assert run(tmp_path / "nowhere", "-o", tmp_path / "out", "--method", "rtn").exit_code == 1
+
+
+def test_a_text_too_short_to_evaluate_on_is_refused_before_work(model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("abc")
+    result = run(model_path, "-o", tmp_path / "out", "--method", "fp8", "--evaluate", tmp_path / "short")
+    assert result.exit_code == 1 and "has 3 tokens" in result.stderr
+    assert not list(tmp_path.glob("out*"))
