@@ -80,6 +80,7 @@ def plot_kv_error(results: Mapping[str, Sequence[LayerError]], file: Path) -> No
     """A map [layer, head] of each kind of error, one row of maps per format; colours are logarithmic."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     kinds = {"key": "K", "value": "V", "score": "scores", "output": "output"}
     num_layers = len(next(iter(results.values())))
@@ -95,5 +96,7 @@ def plot_kv_error(results: Mapping[str, Sequence[LayerError]], file: Path) -> No
             axis.set_title(f"{name}: {title}", fontsize=9)
             axis.set_xlabel("KV head" if kind in ("key", "value") else "head", fontsize=8)
             axis.set_ylabel("layer", fontsize=8)
+            for scale in (axis.xaxis, axis.yaxis):
+                scale.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(image, ax=list(grid[:, j]))
     figure.savefig(file, dpi=_DPI)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from model_zoo import prompts, tiny_model
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_paged import model_runner
 from hf_paged.eval.perplexity import measure_perplexity
 from hf_paged.eval.scoring import ScoringEngine, target_logprobs
-from hf_paged.eval.texts import windows_of
+from hf_paged.eval.texts import read_text, token_ids_of, windows_of
 from hf_paged.kernels.layout import UINT4, LayerKV
 from hf_paged.kernels.reference import dequantize, dequantize_groups, quantize_groups, quantize_rows
 from hf_paged.kv_cache import LayerFormat
@@ -202,3 +203,24 @@ def test_a_sequence_that_fails_is_an_error_not_a_missing_number(
     next(scores)
     scores.close()
     assert sum(len(logits) for _, _, logits in engine.score([TEXT[:16]])) == 16, "usable afterwards"
+
+
+def test_the_trained_model_that_breaks_naive_caches_is_served_well(shared: Path) -> None:
+    """Large key biases in two of its layers; the bars are those of docs/quality.md with room for a short text."""
+    path = shared / "models" / "small-qwen2-kbias-15m"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    text = read_text(shared / "text" / "wikitext2-raw-test.txt")[:20_000]
+    ids = token_ids_of(AutoTokenizer.from_pretrained(path), text)
+    base, naive, int4, int8 = (
+        measure_perplexity(model, ids, window=512, limit=2, **options)
+        for options in (
+            {},
+            {"kv_cache_dtype": "int4", "kv_scales": "off"},
+            {"kv_cache_dtype": "int4"},
+            {"kv_cache_dtype": "int8"},
+        )
+    )
+    assert naive.change_from(base)[0] > 0.1
+    assert int4.change_from(base)[0] < 0.02
+    assert int8.change_from(base)[0] < 0.002
+    assert int4.bytes_per_token < int8.bytes_per_token < base.bytes_per_token
