@@ -156,8 +156,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _cholesky_(matrix: Tensor, damping: float) -> None:
-    """The lower factor of the symmetric `matrix`, in its place."""
+    """The lower factor of the symmetric `matrix`, in its place.
+
+    LAPACK's matrices are columns after columns: only the transposed view, whose upper factor this is, needs no copy.
+    """
     info = torch.empty((), dtype=torch.int32, device=matrix.device)
-    torch.linalg.cholesky_ex(matrix, out=(matrix, info))
+    torch.linalg.cholesky_ex(matrix.mT, upper=True, out=(matrix.mT, info))
     if int(info):
         raise ValueError(f"damping is {damping}: the Hessian of these activations has no Cholesky factor, use more")
