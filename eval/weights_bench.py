@@ -30,7 +30,7 @@ from hf_paged.kernels.packed_linear import lock_count, multiprocessors, packed_l
 from hf_paged.kernels.packed_weight import PackedWeight, field_bits, packed_shape, tile_k
 from hf_paged.kernels.w4a16 import w4a16
 from hf_paged.kernels.w4a16_hopper import SHAPES as TILE_SHAPES
-from hf_paged.kernels.w4a16_hopper import HopperTiles, fits_hopper, w4a16_hopper
+from hf_paged.kernels.w4a16_hopper import STEP, HopperTiles, fits_hopper, w4a16_hopper
 from hf_paged.kernels.w4a16_tiles import Tiles, choose_tiles
 from hf_paged.kernels.weight_dequantize import dequantize
 
@@ -90,10 +90,12 @@ def portable_launches(m: int, n: int, tiles: int, programs: int) -> Iterator[Til
 
 def hopper_launches(m: int, n: int, k: int, programs: int) -> Iterator[HopperTiles]:
     for shape, split in itertools.product(TILE_SHAPES, (1, 2, 4, 8)):
-        tiles = replace(shape.tiles, split=split)
-        blocks = -(-n // tiles.rows) * -(-m // tiles.block_m)
-        if (tiles.many or m <= tiles.block_m) and (split == 1 or blocks * split <= programs * tiles.resident):
-            yield tiles
+        blocks = -(-n // shape.tiles.rows) * -(-m // shape.tiles.block_m)
+        if shape.tiles.many:
+            for count in {programs, max(programs // blocks, 1) * blocks} if split == 1 else ():
+                yield replace(shape.tiles, programs=min(count, blocks * -(-k // STEP)))
+        elif split == 1 or blocks * split <= programs:
+            yield replace(shape.tiles, split=split)
 
 
 def bench_shape(n: int, k: int, args: argparse.Namespace, bandwidth: float, rate: float) -> list[dict[str, Any]]:
@@ -155,7 +157,7 @@ def sweep(x: Tensor, weights: list[PackedWeight], locks: Tensor, args: argparse.
     call: Callable[[PackedWeight, Any], Tensor] = lambda weight, launch: w4a16(x, weight, None, locks, launch)  # noqa: E731
     if args.path == "auto" and fits_hopper(x, weights[0]):
         launches = hopper_launches(m, n, k, programs)
-        call = lambda weight, launch: w4a16_hopper(x, weight, None, launch)  # noqa: E731
+        call = lambda weight, launch: w4a16_hopper(x, weight, None, locks, launch)  # noqa: E731
     timed = [
         (time, str(launch))
         for launch in launches

@@ -63,7 +63,7 @@ def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: 
     if 0 < rows <= MAX_HOPPER_ROWS and fits_hopper(x, weight):
         device = x.device.index or 0
         tiles = choose_hopper_tiles(rows, weight.out_features, weight.in_features, multiprocessors(device))
-        return w4a16_hopper(x.contiguous(), weight, bias, tiles)
+        return w4a16_hopper(x.contiguous(), weight, bias, locks, tiles)
     fits = fits_kernel(weight.field_bits, weight.group_size, weight.in_features)
     if rows <= MAX_FUSED_ROWS and x.dtype in (torch.float16, torch.bfloat16) and fits:
         return _portable(x, weight, bias, locks)

@@ -1,10 +1,11 @@
-"""4-bit weights times 16-bit activations on Hopper, for what Triton cannot say; `w4a16_hopper.cu` has the kernels.
+"""4-bit weights times 16-bit activations on Hopper, for what Triton cannot say: packed words become operands inside
+registers while bulk copies bring the next ones.
 
-Few tokens (up to 32): packed words go from shared memory to the operands of `mma.sync` in registers and group scales
-multiply fp32 sums, so nothing is rounded before the output. Many tokens: warpgroups of their own unpack and scale
-weights into shared memory (rounded to 16 bits, the scale too) where `wgmma` reads them, every weight unpacked once per
-128 or 256 tokens. This file chooses the variant, compiles it when first used and launches it. Groups of 32, 64 or a
-multiple of 128 channels, zero points, act-order, fp16 and bf16. Meaning: `packed_weight.packed_linear_reference`.
+Two CUDA kernels, `w4a16_hopper_few.cu` and `w4a16_hopper_many.cu`. This file chooses the launch by costs measured on
+an H200, compiles it when first used and launches it. In tiles of up to 64 tokens group scales multiply fp32 sums and
+nothing is rounded before the output; in the tile of 128 tokens they multiply weights, both rounded to 16 bits, as a
+dequantized weight is. Groups of 32, 64 or a multiple of 128 channels, zero points, act-order, fp16 and bf16. Meaning:
+`packed_weight.packed_linear_reference`.
 """
 
 from __future__ import annotations
@@ -22,43 +23,44 @@ from hf_paged.kernels.packed_weight import PackedWeight
 
 logger = logging.getLogger(__name__)
 
-STEP = 128  # channels of one step of the ring
-MAX_HOPPER_ROWS = 0  # above, cuBLAS on dequantized weights is faster (`eval/weights_bench.py`)
-MAX_GATHERED = 16  # most tokens that it gathers by `perm` itself
+STEP = 128  # channels of a unit
+MAX_HOPPER_ROWS = 256  # above, cuBLAS on dequantized weights is faster (`eval/weights_bench.py`)
+MAX_GATHERED = 16  # most tokens of a tile that is gathered by `perm` in the kernel
 _SHARED_BYTES = 227 * 1024 - 1024  # of one program, less what the compiler takes
+_MOST_STAGES = 12
 _SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_ENTRY_REGISTERS = {2: 255, 3: 168, 4: 128, 5: 96}  # a thread's share, by warpgroups of a program
+_REGISTERS = {2: (232, 40), 4: (112, 32)}  # of a thread that multiplies, produces, by warpgroups that multiply
+# clusters of so many programs that an H200 holds: a cluster lies within one of its 7 or 8 groups of multiprocessors
+_CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
 
 
 @dataclass(frozen=True, kw_only=True)
 class HopperTiles:
-    """One launch. A program makes `block_m` tokens by `rows` outputs; `split` programs share the channels of a tile."""
+    """One launch. A tile is `block_m` tokens by `rows` outputs.
+
+    Few tokens: `split` programs, a cluster, share the channels of a tile. Many: `programs` share the units of all.
+    """
 
     block_m: int
     rows: int
-    split: int
     warpgroups: int  # that multiply
-    unpackers: int = 0  # warpgroups that unpack
-    wgmma_n: int = 0  # outputs of one instruction
-    buffers: int = 0  # of unpacked weights, 64 channels each
-    resident: int = 1  # programs of a multiprocessor
-
-    @property
-    def many(self) -> bool:
-        return self.unpackers > 0
+    split: int = 1
+    many: bool = False
+    exact: bool = True  # scales multiply fp32 sums
+    programs: int = 0
 
     @property
     def threads(self) -> int:
-        return 128 * (self.warpgroups + self.unpackers + 1)
+        return 128 * (self.warpgroups + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """What is fixed when a kernel is compiled."""
 
-    tiles: HopperTiles
+    tiles: HopperTiles  # with `programs` 0
     half: bool  # fp16, else bf16
-    groups: int = 1  # of a step
+    groups: int = 1  # of a unit
     zeros: bool = False
     perm: bool = False
     scales: torch.dtype = torch.float16
@@ -70,78 +72,58 @@ class Variant:
         return self.tiles.block_m * 256 + self.tiles.rows * (64 + self.groups * scale_bytes) + 16
 
     @property
-    def buffer_bytes(self) -> int:
-        return self.tiles.buffers * (self.tiles.rows * 128 + 16)
-
-    @property
     def stages(self) -> int:
-        return min((_SHARED_BYTES // self.tiles.resident - self.buffer_bytes) // self.stage_bytes, 12)
+        return min(_SHARED_BYTES // self.stage_bytes, _MOST_STAGES)
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * self.stage_bytes + self.buffer_bytes
+        return self.stages * self.stage_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileShape:
-    """A tile shape and what one step of it costs a multiprocessor, in cycles, measured on an H200."""
+    """A tile and what it costs, fitted to an H200's times of 6 weight shapes (within 18%, most within 5%)."""
 
     tiles: HopperTiles
-    step: int
-    end: int  # launch, first load, sum and store of a program
+    unit: float  # microseconds
+    end: float  # launch, first load, sum and store
 
 
 SHAPES = (
-    TileShape(tiles=HopperTiles(block_m=8, rows=256, split=1, warpgroups=4), step=850, end=6000),
-    TileShape(tiles=HopperTiles(block_m=16, rows=256, split=1, warpgroups=4), step=950, end=6000),
-    TileShape(tiles=HopperTiles(block_m=32, rows=256, split=1, warpgroups=4), step=1250, end=6000),
-    TileShape(
-        tiles=HopperTiles(block_m=64, rows=256, split=1, warpgroups=1, unpackers=2, wgmma_n=128, buffers=2),
-        step=1700,
-        end=7000,
-    ),
-    TileShape(
-        tiles=HopperTiles(block_m=64, rows=128, split=1, warpgroups=1, unpackers=2, wgmma_n=128, buffers=3),
-        step=900,
-        end=6500,
-    ),
-    TileShape(
-        tiles=HopperTiles(block_m=128, rows=192, split=1, warpgroups=2, unpackers=1, wgmma_n=192, buffers=2),
-        step=1850,
-        end=7500,
-    ),
-    TileShape(
-        tiles=HopperTiles(block_m=128, rows=128, split=1, warpgroups=2, unpackers=1, wgmma_n=128, buffers=3),
-        step=1300,
-        end=7000,
-    ),
-    TileShape(
-        tiles=HopperTiles(block_m=256, rows=128, split=1, warpgroups=2, unpackers=1, wgmma_n=128, buffers=2),
-        step=2400,
-        end=8000,
-    ),
+    TileShape(tiles=HopperTiles(block_m=8, rows=512, warpgroups=4), unit=0.887, end=5.2),
+    TileShape(tiles=HopperTiles(block_m=8, rows=256, warpgroups=2), unit=0.537, end=2.5),
+    TileShape(tiles=HopperTiles(block_m=8, rows=128, warpgroups=2), unit=0.364, end=1.9),
+    TileShape(tiles=HopperTiles(block_m=16, rows=512, warpgroups=4), unit=1.137, end=4.6),
+    TileShape(tiles=HopperTiles(block_m=16, rows=256, warpgroups=2), unit=0.644, end=2.8),
+    TileShape(tiles=HopperTiles(block_m=16, rows=128, warpgroups=2), unit=0.400, end=2.2),
+    TileShape(tiles=HopperTiles(block_m=32, rows=256, warpgroups=2), unit=0.857, end=3.8),
+    TileShape(tiles=HopperTiles(block_m=32, rows=128, warpgroups=2), unit=0.524, end=3.1),
+    TileShape(tiles=HopperTiles(block_m=32, rows=256, warpgroups=2, many=True), unit=0.93, end=7.8),
+    TileShape(tiles=HopperTiles(block_m=64, rows=256, warpgroups=2, many=True), unit=1.167, end=11.6),
+    TileShape(tiles=HopperTiles(block_m=128, rows=256, warpgroups=2, many=True, exact=False), unit=2.055, end=19.5),
 )
 
 
 @cache
 def choose_hopper_tiles(m: int, n: int, k: int, multiprocessors: int) -> HopperTiles:
-    """The cheapest of all tile shapes and splits by the measured cost of a step and the waves that they take."""
-    best, least = None, 0.0
+    """The launch that costs least by `SHAPES`, over tiles and splits."""
+    steps = -(-k // STEP)
+    found: list[tuple[float, HopperTiles]] = []
     for shape in SHAPES:
-        tiles = shape.tiles
-        if not tiles.many and m > tiles.block_m:
+        blocks = -(-n // shape.tiles.rows) * -(-m // shape.tiles.block_m)
+        if shape.tiles.many:
+            whole = multiprocessors // blocks * blocks  # then no program works on two tiles
+            programs = min(whole if whole > 0.96 * multiprocessors else multiprocessors, blocks * steps)
+            cost = blocks * steps / programs * shape.unit + shape.end
+            found.append((cost, replace(shape.tiles, programs=programs)))
             continue
-        blocks, steps = -(-n // tiles.rows) * -(-m // tiles.block_m), -(-k // STEP)
-        for split in (1, 2, 4, 8):
-            clusters = multiprocessors * tiles.resident // split
-            if split > 1 and (blocks > clusters or split > steps):
-                continue
-            waves = -(-blocks // clusters)
-            cost = waves * (-(-steps // split) * shape.step + shape.end)
-            if best is None or cost < least:
-                best, least = replace(tiles, split=split), cost
-    assert best is not None
-    return best
+        for split, clusters in _CLUSTERS.items():
+            clusters = min(clusters, multiprocessors // split)
+            if split <= steps and (split == 1 or blocks <= clusters):
+                waves = -(-blocks // max(clusters, 1))
+                cost = waves * (-(-steps // split) * shape.unit + shape.end)
+                found.append((cost, replace(shape.tiles, split=split)))
+    return min(found, key=lambda item: item[0])[1]
 
 
 def fits_hopper(x: Tensor, weight: PackedWeight) -> bool:
@@ -159,8 +141,8 @@ def fits_hopper(x: Tensor, weight: PackedWeight) -> bool:
     )
 
 
-def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, tiles: HopperTiles) -> Tensor:
-    """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`."""
+def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, tiles: HopperTiles) -> Tensor:
+    """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per 64 outputs and block of tokens."""
     if x.data_ptr() % 16:
         x = x.clone()
     perm = weight.perm
@@ -169,7 +151,7 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, tiles: Ho
     (m, k), n = x.shape, weight.out_features
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     variant = Variant(
-        tiles=tiles,
+        tiles=replace(tiles, programs=0),
         half=x.dtype == torch.float16,
         groups=1 if weight.group_size >= min(STEP, k) else STEP // weight.group_size,
         zeros=weight.zeros is not None,
@@ -177,28 +159,35 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, tiles: Ho
         scales=weight.scales.dtype,
         middle=weight.middle,
     )
-    blocks = -(-n // tiles.rows) * -(-m // tiles.block_m)
-    _kernel(variant, x.device.index).launch(
-        blocks * tiles.split,
-        tiles.threads,
-        [
-            x,
-            weight.packed,
-            weight.scales,
-            weight.scales if weight.zeros is None else weight.zeros,
-            x if perm is None else perm,
-            bias,
-            out,
-            m,
-            n,
-            k,
-            weight.group_size,
-            weight.scales.shape[0],
-        ],
-        cluster=tiles.split,
+    blocks_m = -(-m // tiles.block_m)
+    blocks = -(-n // tiles.rows) * blocks_m
+    programs, partial = blocks * tiles.split, out
+    if tiles.many:
+        programs = min(tiles.programs, blocks * -(-k // STEP))  # the count of a tile's parts knows no idle program
+        if blocks % programs:  # programs share tiles: each has a place for its first and its last
+            assert -(-n // 64) * blocks_m <= locks.numel(), (m, n, locks.shape)
+            partial = torch.empty(programs * 2 * tiles.rows * tiles.block_m, dtype=torch.float32, device=x.device)
+    arguments = [
+        x,
+        weight.packed,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        x if perm is None else perm,
+        bias,
+        out,
+        partial,
+        locks,
+        m,
+        n,
+        k,
+        weight.group_size,
+        weight.scales.shape[0],
+    ]
+    with torch.cuda.device(x.device):
         # weights are read before the kernel before has ended; in a captured graph none of them is written
-        overlap=torch.cuda.is_current_stream_capturing(),
-    )
+        overlap = torch.cuda.is_current_stream_capturing()
+        kernel = _kernel(variant, x.device.index)
+        kernel.launch(programs, tiles.threads, arguments, cluster=tiles.split, overlap=overlap)
     return out
 
 
@@ -217,61 +206,46 @@ def _is_usable(device: int) -> bool:
 
 @cache
 def _kernel(variant: Variant, device: int) -> CudaKernel:
-    with torch.cuda.device(device):
-        return CudaKernel(source(variant), "w4a16_hopper", "sm_90a", variant.shared_bytes)
+    """Of the current device, which is `device`."""
+    return CudaKernel(source(variant), "w4a16_hopper", "sm_90a", variant.shared_bytes)
 
 
 def source(variant: Variant) -> str:
     """The CUDA source with the variant's definitions."""
     tiles = variant.tiles
-    multiply, unpack, produce = _registers(tiles)
-    wgmma_n = tiles.wgmma_n or 64
+    registers, produce_registers = _REGISTERS[tiles.warpgroups]
     defines = {
-        "MANY": int(tiles.many),
         "BM": tiles.block_m,
         "ROWS": tiles.rows,
         "STAGES": variant.stages,
+        "WARPGROUPS": tiles.warpgroups,
         "SPLIT": tiles.split,
         "HALF": int(variant.half),
         "GROUPS": variant.groups,
+        "SCALE": _SCALES[variant.scales],
         "HAS_ZEROS": int(variant.zeros),
         "HAS_PERM": int(variant.perm),
-        "SCALE": _SCALES[variant.scales],
         "MIDDLE": variant.middle,
-        "WARPGROUPS": tiles.warpgroups,
-        "UNPACKERS": tiles.unpackers,
-        "RESIDENT": tiles.resident,
-        "BUFFERS": tiles.buffers,
-        "REGISTERS": multiply,
-        "UNPACK_REGISTERS": unpack,
-        "PRODUCE_REGISTERS": produce,
-        "UNPACK_UP": int(unpack > _ENTRY_REGISTERS[tiles.threads // 128]),
-        "WGMMA_N": wgmma_n,
-        "WGMMA": _wgmma(wgmma_n, variant.half),
+        "REGISTERS": registers,
+        "PRODUCE_REGISTERS": produce_registers,
+        "EXACT": int(tiles.exact),
+        "WGMMA": _wgmma(tiles.block_m, variant.half),
     }
-    head = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return head + Path(__file__).with_suffix(".cu").read_text()
-
-
-def _registers(tiles: HopperTiles) -> tuple[int, int, int]:
-    """Of a thread that multiplies, unpacks, produces: what they start with, moved to where accumulators are."""
-    warpgroups = tiles.threads // 128
-    entry = _ENTRY_REGISTERS[warpgroups]
-    if tiles.resident > 1 or warpgroups == 2:
-        return 0, 0, 0
-    produce = 40 if entry >= 128 else 32
-    unpack = 0 if not tiles.many else 120 if entry >= 128 else 72
-    left = warpgroups * entry - produce - tiles.unpackers * unpack
-    return min(left // tiles.warpgroups // 8 * 8, 232), unpack, produce
+    here = Path(__file__)
+    files = (here.with_suffix(".cu"), here.with_name(f"w4a16_hopper_{'many' if tiles.many else 'few'}.cu"))
+    return "".join(f"#define {name} {value}\n" for name, value in defines.items()) + "".join(
+        file.read_text() for file in files
+    )
 
 
 def _wgmma(n: int, half: bool) -> str:
-    """Body of the wrapper of one instruction: 64 tokens by `n` outputs by 16 channels, both operands shared."""
+    """Body of an instruction's wrapper: 64 outputs by `n` tokens by 16 channels, the left operand in registers."""
     kind, count = "f16" if half else "bf16", n // 2
     sums = ",".join(f"%{i}" for i in range(count))
     bound = ",".join(f'"+f"(d[{i}])' for i in range(count))
+    left = ",".join(f"%{count + i}" for i in range(4))
     return (
-        f'{{ asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0; '
-        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{sums}}}, %{count}, %{count + 1}, "
-        f'p, 1, 1, 0, 0;}}" : {bound} : "l"(a), "l"(b), "r"(accumulate)); }}'
+        f'{{ asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0; '
+        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{sums}}}, {{{left}}}, %{count + 4}, "
+        f'p, 1, 1, 0;}}" : {bound} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate)); }}'
     )

@@ -70,15 +70,16 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
 
 
 def all_tiles() -> list[HopperTiles]:
-    """Every tile shape with the splits that change its end."""
-    return [replace(shape.tiles, split=split) for shape in SHAPES for split in (1, 4)]
+    """Every tile, and the splits and numbers of programs that change its end."""
+    few = [replace(shape.tiles, split=split) for shape in SHAPES for split in (1, 4) if not shape.tiles.many]
+    return few + [replace(s.tiles, programs=programs) for s in SHAPES for programs in (1, 5, 132) if s.tiles.many]
 
 
 def name(tiles: HopperTiles) -> str:
-    return f"{tiles.block_m}x{tiles.rows}/{tiles.split}"
+    return f"{tiles.block_m}x{tiles.rows}/{tiles.programs if tiles.many else tiles.split}"
 
 
-@pytest.mark.parametrize("tiles", all_tiles(), ids=name)
+@pytest.mark.parametrize("tiles", sorted({replace(t, programs=0) for t in all_tiles()}, key=str), ids=name)
 def test_every_launch_compiles_and_fits_a_multiprocessor(tiles: HopperTiles) -> None:
     """Here, without a GPU: NVRTC needs none."""
     try:
@@ -86,22 +87,26 @@ def test_every_launch_compiles_and_fits_a_multiprocessor(tiles: HopperTiles) -> 
     except RuntimeError as error:
         pytest.skip(str(error))
     for half, zeros, groups in ((False, False, 1), (True, True, 4)):
-        variant = Variant(tiles=tiles, half=half, groups=groups, zeros=zeros, perm=tiles.block_m <= MAX_GATHERED)
-        assert (variant.shared_bytes + 1024) * tiles.resident <= SHARED_BYTES
-        assert variant.stages >= 2
-        assert tiles.block_m * tiles.rows * 4 < variant.shared_bytes - 1024, (
-            "the sum of a cluster needs the ring's room"
+        perm = tiles.block_m <= MAX_GATHERED and not tiles.many
+        variant = Variant(tiles=tiles, half=half, groups=groups, zeros=zeros, perm=perm)
+        assert variant.shared_bytes + 1024 <= SHARED_BYTES
+        assert tiles.split == 1 or tiles.block_m * tiles.rows * 4 < variant.shared_bytes - 16 * variant.stages, (
+            "the sum of a cluster lies where the ring was"
         )
         assert compile_cubin(source(variant), "w4a16_hopper", "sm_90a")
 
 
-def test_a_launch_covers_the_weight() -> None:
-    """Few tokens in one tile only; a program of a cluster without channels would add nothing, but wait for all."""
-    for m, n, k in itertools.product((1, 17, 64, 100, 128, 256, 512), (16, 576, 4096, 57344), (128, 1504, 28672)):
+def test_a_launch_covers_the_weight_and_its_locks_suffice() -> None:
+    """More locks than there are corrupt memory; a cluster that has to wait for a place doubles the time."""
+    for m, n, k in itertools.product((1, 17, 64, 100, 128, 256), (16, 576, 4096, 57344), (128, 1504, 28672)):
         tiles = choose_hopper_tiles(m, n, k, 132)
-        assert tiles.many or m <= tiles.block_m
-        assert tiles.split <= -(-k // 128)
-        assert tiles.split == 1 or -(-n // tiles.rows) * -(-m // tiles.block_m) * tiles.split <= 132 * tiles.resident
+        blocks = -(-n // tiles.rows) * -(-m // tiles.block_m)
+        if tiles.many:
+            assert 1 <= tiles.programs <= blocks * -(-k // 128)
+            assert -(-n // 64) * -(-m // tiles.block_m) <= lock_count(n)
+        else:
+            assert tiles.split <= -(-k // 128)
+            assert tiles.split == 1 or blocks * tiles.split <= 132
 
 
 CASES = [
@@ -136,16 +141,18 @@ def test_every_format_equals_the_definition(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiles", all_tiles(), ids=name)
-def test_every_tile_shape_and_split_gives_the_product(tiles: HopperTiles) -> None:
-    """Ragged N, K and M; programs of a cluster add in a fixed order, so the bits are the same every time."""
+def test_every_tile_split_and_number_of_programs_gives_the_product(tiles: HopperTiles) -> None:
+    """Ragged N, K and M; parts of a tile are added in a fixed order, so the bits are the same every time."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("made for Hopper")
     packed = weight(1008, 1504, zeros=True)
+    locks = torch.zeros(4096, dtype=torch.int32, device="cuda")
     for m in (tiles.block_m, tiles.block_m - 3, 2 * tiles.block_m - 5):
         x = activations(m, 1504, torch.bfloat16)
-        result = w4a16_hopper(x, packed, None, tiles)
+        result = w4a16_hopper(x, packed, None, locks, tiles)
         assert_close(result, packed_linear_reference(x, packed, None))
-        assert torch.equal(result, w4a16_hopper(x, packed, None, tiles))
+        assert not locks.any()
+        assert torch.equal(result, w4a16_hopper(x, packed, None, locks, tiles))
 
 
 @pytest.mark.gpu
