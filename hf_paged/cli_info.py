@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,12 +24,23 @@ def info(
         bool | None,
         typer.Option("--fusion/--no-fusion", help="Load the weights and run the fusion pass; default: on a GPU."),
     ] = None,
+    protection: Annotated[
+        bool | None,
+        typer.Option(
+            "--protection/--no-protection",
+            help="Load the weights and calibrate, to show which layers are stored finer; default: on a GPU.",
+        ),
+    ] = None,
+    kv_scales: Annotated[
+        Path | None, typer.Option(help="Show it from a file of `hf-paged calibrate`.", exists=True, dir_okay=False)
+    ] = None,
 ) -> None:
-    """Show layers, KV bytes per token for each format, tokens that fit this machine, and what is fused."""
+    """Show layers, KV bytes per token by format, tokens that fit this machine, and what is fused and protected."""
     from hf_paged.info import model_info  # not for --help
 
     cli.quiet_unless_terminal()
-    found = model_info(cli.existing(model), fusion=fusion)
+    scales = None if kv_scales is None else str(kv_scales)
+    found = model_info(cli.existing(model), fusion=fusion, protection=protection, kv_scales=scales)
     if json_output:
         print(json.dumps(found.as_dict()))
         return
@@ -62,8 +74,14 @@ def _layers(kinds: list[LayerKind]) -> Table:
 
 def _kv_cache(found: ModelInfo) -> Table:
     table = Table(title=f"KV cache ({found.memory}, {found.kv_bytes / MIB:,.0f} MiB for blocks)", title_justify="left")
+    measured = any(cost.protection is not None for cost in found.kv_cache)
     for name in ("kv_cache_dtype", "bytes per token", "tokens that fit"):
         table.add_column(name, justify="right")
+    if measured:
+        table.add_column("protected")
     for cost in found.kv_cache:
-        table.add_row(cost.kv_cache_dtype, f"{cost.bytes_per_token:,.0f}", f"{cost.tokens_that_fit:,}")
+        cells = [cost.kv_cache_dtype, f"{cost.bytes_per_token:,.0f}", f"{cost.tokens_that_fit:,}"]
+        table.add_row(*cells, *([cost.protection or "none"] if measured else []))
+    if not measured:
+        table.caption = "before any protection of layers: --protection measures it"
     return table

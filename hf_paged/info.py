@@ -2,7 +2,8 @@
 
 The model is built on the meta device and probed by one forward, so the answer comes from what its layers pass to
 attention and not from reading config fields by family. A checkpoint's bytes are those of its files. Only the fusion
-pass needs weights, since it compares values; it is run where the engine would run it, or when asked.
+pass and the protection of layers need weights, since they look at values; they are run where the engine would run on a
+GPU, or when asked. Protection can also be read from a file of `hf-paged calibrate`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_paged.config import KV_FORMATS, EngineConfig
 from hf_paged.engine import resolve_max_model_len
 from hf_paged.fusion import FusionReport, fuse, not_fused
-from hf_paged.kv_cache import KVCache, layer_formats
+from hf_paged.kv_cache import KVCache
+from hf_paged.kv_calibration import FORMATS, calibrate
+from hf_paged.kv_protection import plan_layers
+from hf_paged.kv_scales import KVScales, load_kv_scales
 from hf_paged.layer_probe import LayerSpec
 from hf_paged.memory import CPU_SHARE
 from hf_paged.model_view import build_view
@@ -42,11 +46,15 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCost:
-    """One `kv_cache_dtype`: bytes per token in all layers, and the tokens that the memory for KV blocks holds."""
+    """One `kv_cache_dtype`: bytes per token in all layers, and the tokens that the memory for KV blocks holds.
+
+    `protection` says which layers are stored finer than that, None: nobody has measured; the bytes count it.
+    """
 
     kv_cache_dtype: str
     bytes_per_token: float
     tokens_that_fit: int
+    protection: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +77,20 @@ class ModelInfo:
         return asdict(self)
 
 
-def model_info(path: str, *, fusion: bool | None = None) -> ModelInfo:
+def model_info(
+    path: str, *, fusion: bool | None = None, protection: bool | None = None, kv_scales: str | None = None
+) -> ModelInfo:
     """Describe the model in the folder (or hub repository) `path`.
 
     Args:
         fusion: load the weights and run the fusion pass; None = where the engine would, on a GPU.
+        protection: load the weights and calibrate, as the engine would; None = on a GPU.
+        kv_scales: or read what `hf-paged calibrate` wrote.
 
     Raises:
-        OSError: there is no such model.
-        ValueError: the model is unknown to Transformers, or cannot be paged; the message says why.
+        OSError: there is no such model, or no such file.
+        ValueError: the file is of another model, the model is unknown to Transformers, or it cannot be paged; the message
+            says why.
     """
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
@@ -86,6 +99,9 @@ def model_info(path: str, *, fusion: bool | None = None) -> ModelInfo:
     weight_bytes = checkpoint_bytes(Path(path)) or sum(p.numel() * p.element_size() for p in model.parameters())
     specs = PackedModel(build_view(model)).specs
     memory, kv_bytes = kv_memory(weight_bytes)
+    scales = None if kv_scales is None else load_kv_scales(kv_scales, specs)
+    if scales is None and (protection or (protection is None and torch.cuda.is_available() and kv_bytes)):
+        scales = calibrate(PackedModel(build_view(_loaded(path))), FORMATS, FORMATS)
     return ModelInfo(
         model=path,
         architecture=type(model).__name__,
@@ -96,7 +112,7 @@ def model_info(path: str, *, fusion: bool | None = None) -> ModelInfo:
         layers=layer_kinds(specs),
         memory=memory,
         kv_bytes=kv_bytes,
-        kv_cache=[_kv_cost(specs, name, kv_bytes) for name in KV_FORMATS],
+        kv_cache=[_kv_cost(specs, name, kv_bytes, scales) for name in KV_FORMATS],
         fusion=_fusion(path, kv_bytes, wanted=fusion),
     )
 
@@ -138,16 +154,23 @@ def _fusion(path: str, kv_bytes: int, *, wanted: bool | None) -> FusionReport:
         return not_fused("on a CPU the fused forms are no faster; --fusion shows what a GPU would get")
     if kv_bytes == 0:
         return not_fused("the weights do not fit this machine")
+    return fuse(build_view(_loaded(path)))
+
+
+def _loaded(path: str) -> PreTrainedModel:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return fuse(build_view(AutoModelForCausalLM.from_pretrained(path, dtype="auto", device_map=device).eval()))
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto", device_map=device)
+    return model.eval()
 
 
-def _kv_cost(specs: Sequence[LayerSpec], kv_cache_dtype: str, kv_bytes: int) -> KVCost:
+def _kv_cost(specs: Sequence[LayerSpec], kv_cache_dtype: str, kv_bytes: int, scales: KVScales | None) -> KVCost:
     block_size = EngineConfig.block_size
-    cache = KVCache(specs, layer_formats(specs, kv_cache_dtype), num_blocks=0, block_size=block_size)
+    plan = plan_layers(specs, EngineConfig(kv_cache_dtype=kv_cache_dtype), scales)
+    cache = KVCache(specs, plan.formats, num_blocks=0, block_size=block_size)
     blocks = max(kv_bytes // cache.block_bytes - 1, 0)  # less the null block
     return KVCost(
         kv_cache_dtype=kv_cache_dtype,
         bytes_per_token=cache.bytes_per_token,
         tokens_that_fit=blocks // len(cache.groups) * block_size,
+        protection=None if scales is None else plan.protection,
     )

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_paged.config import EngineConfig, parse_kv_cache_dtype
 from hf_paged.kv_cache import LayerFormat, layer_formats
 from hf_paged.kv_calibration import CALIBRATIONS
-from hf_paged.kv_scales import KVScales, load_kv_scales, transform_of
+from hf_paged.kv_scales import KEY_WEIGHT, KVScales, load_kv_scales, transform_of
 from hf_paged.layer_probe import LayerSpec
 from hf_paged.packed_model import PackedModel
 
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 _BITS = {"int4": 4.5, "fp8": 8.25, "int8": 8.25, "auto": 16.0}
 _FINER = {"int4": "int8", "int8": "auto", "fp8": "auto"}
 
-# What "auto" allows each side, as a share of the output; both sides together their root sum of squares. Perplexity was
-# seen to grow by 1 to 2.7% for every 0.01 of the mean square (docs/quality.md): int4 may cost 1.3%, int8 some 0.1%.
-ERROR_BUDGETS = {"int8": 0.02, "fp8": 0.03, "int4": 0.05, "auto": 0.0}
+# What "auto" allows each side, in shares of the output as `LayerScales.error` weighs them; both sides together their
+# root sum of squares. See docs/quality.md for what that costs: int8 some 0.1% of perplexity, fp8 0.5%, int4 1 to 2%.
+ERROR_BUDGETS = {"int8": 0.02, "fp8": 0.045, "int4": 0.06, "auto": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,17 +61,19 @@ class KVPlan:
     def protected(self) -> tuple[LayerChoice, ...]:
         return tuple(choice for choice in self.choices if choice.is_protected)
 
-    def __str__(self) -> str:
-        """In words: what is stored finer than asked, and by which evidence."""
-        if not self.protected:
-            return f"all layers as asked ({self.source})"
+    @property
+    def protection(self) -> str:
+        """In words: which layers are stored finer than asked, and how."""
         kinds = Counter((choice.k_format, choice.v_format) for choice in self.protected)
         parts = (
             f"layers {_ranges(c.layer_idx for c in self.protected if (c.k_format, c.v_format) == kind)} in "
             f"{_pair(*kind)}"
             for kind in kinds
         )
-        return f"protected: {'; '.join(parts)} ({self.source})"
+        return "; ".join(parts) or "none"
+
+    def __str__(self) -> str:
+        return f"protected: {self.protection} ({self.source})"
 
 
 def plan_storage(model: PreTrainedModel, packed: PackedModel, config: EngineConfig) -> KVPlan:
@@ -149,7 +151,10 @@ def _within_budget(config: EngineConfig, scales: KVScales) -> dict[int, tuple[st
 
     def square(at: tuple[int, int], name: str) -> float:
         """Of the error of a side in a format; a format that was not measured there is none to choose."""
-        return 0.0 if name == "auto" else sides[at][name].error ** 2 if name in sides[at] else math.inf
+        if name == "auto":
+            return 0.0
+        weight = 1.0 if at[1] else KEY_WEIGHT
+        return (weight * sides[at][name].error) ** 2 if name in sides[at] else math.inf
 
     def gain(at: tuple[int, int]) -> float:
         now, finer = chosen[at], _FINER[chosen[at]]

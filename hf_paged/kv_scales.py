@@ -21,6 +21,9 @@ from torch import Tensor
 from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.layer_probe import LayerSpec
 
+# An error of the output counts twice if it comes from the keys: it moves attention to other tokens, where an error of
+# values averages out. Perplexity was seen to rise 3 to 7 times as much for the same mean square (docs/quality.md).
+KEY_WEIGHT = 2.0
 _VERSION = "hf_paged.kv_scales.1"
 
 
@@ -41,9 +44,9 @@ class LayerScales:
     values: Mapping[str, SideScales]
 
     def error(self, k_format: str, v_format: str) -> float:
-        """Relative error of the layer's output in these formats: the two sides err independently."""
+        """What a budget weighs of a layer in these formats; the two sides err independently."""
         k, v = self.keys.get(k_format), self.values.get(v_format)
-        return math.hypot(0.0 if k is None else k.error, 0.0 if v is None else v.error)
+        return math.hypot(0.0 if k is None else KEY_WEIGHT * k.error, 0.0 if v is None else v.error)
 
 
 @dataclass(frozen=True, kw_only=True)
