@@ -89,8 +89,8 @@ def model_info(
 
     Raises:
         OSError: there is no such model, or no such file.
-        ValueError: the file is of another model, the model is unknown to Transformers, or it cannot be paged; the message
-            says why.
+        ValueError: the file is of another model, the model is unknown to Transformers, or it cannot be paged; the
+            message says why.
     """
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):

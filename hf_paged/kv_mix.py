@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def resolve_quality(model: PreTrainedModel, packed: PackedModel, config: EngineC
         if config.kv_scales == "auto":
             CALIBRATIONS.keep(model, replace(scales, mix=mix))
     logger.info("%s: kv_cache_dtype=%s is %s", type(model).__name__, AUTO_QUALITY, mix)
-    budget = "off" if mix.error_budget is None else mix.error_budget
+    budget: float | Literal["off"] = "off" if mix.error_budget is None else mix.error_budget
     return replace(config, kv_cache_dtype=mix.kv_cache_dtype, kv_error_budget=budget)
 
 
@@ -142,7 +143,7 @@ def find_mix(packed: PackedModel, scales: KVScales, token_ids: Tensor, config: E
         bytes_per_token=_bytes_per_token(packed, plain),
     )
     for name, error_budget in _STEPS:
-        budget = "off" if error_budget is None else error_budget
+        budget: float | Literal["off"] = "off" if error_budget is None else error_budget
         step = replace(config, kv_cache_dtype=name, kv_error_budget=budget)
         try:
             formats = plan_layers(packed.specs, step, scales).formats
