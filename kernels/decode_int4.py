@@ -431,10 +431,10 @@ def fits(query: Tensor, layer: LayerKV) -> bool:
 
 
 def launch(layer: LayerKV, group: int) -> tuple[int, int]:
-    """Tokens per tile and registers per lane."""
-    if group > 4:
-        return min(layer.block_size, 16), 168
-    return min(layer.block_size, 32), 168 if max(layer.k.head_dim, layer.v.head_dim) == 128 else 96
+    """Tokens per tile and registers per lane: as few as hold a tile, for more warps, but none in memory."""
+    wide = max(layer.k.head_dim, layer.v.head_dim) == 128
+    registers = (255 if wide else 168) if group > 4 else (168 if wide else 96)
+    return min(layer.block_size, 32), registers
 
 
 def padded_heads(group: int) -> int:

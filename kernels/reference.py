@@ -97,7 +97,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     bits = zero.view(torch.int16)
     below = torch.where(zero > 0, bits - 1, torch.where(zero == 0, -0x7FFF, bits + 1)).to(torch.int16)
     zero = torch.where(zero.float() > low, below.view(torch.float16), zero) + 0.0  # never -0
-    span = high - zero.float()
+    span = (high - zero.float()).clamp(min=0) + 0.0  # never -0
     exact = span / torch.full_like(span, UINT4_MAX)  # CUDA multiplies by 1 / 15 if that is a Python number
     scale = exact.half()
     rounded_down = scale.float() < exact

@@ -67,6 +67,7 @@ def _store_groups(
         inside = (d // (HEAD_DIM // GROUPS) == g)[None, :]
         zero = _half_below(tl.min(tl.where(inside, x, float("inf")), 1))
         span = tl.max(tl.where(inside, x, float("-inf")), 1) - zero.to(tl.float32)
+        span = tl.where(span > 0, span, 0.0)  # never -0
         scale = _half_above(tl.div_rn(span, tl.full([x.shape[0]], 15.0, tl.float32)))
         divisor = tl.where(scale > 0, scale.to(tl.float32), 1.0)
         zeros = tl.where(inside, zero.to(tl.float32)[:, None], zeros)

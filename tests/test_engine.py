@@ -83,7 +83,7 @@ def alone(model: PreTrainedModel) -> dict[str, list[list[int]]]:
     """Every prompt on its own through a fresh cache, whole, by KV format."""
     return {
         kv: [tokens(llm(model, kv_cache_dtype=kv).generate([p], GREEDY, use_tqdm=False))[0] for p in prompts()]
-        for kv in ("auto", "int8", "fp8")
+        for kv in ("auto", "int8", "fp8", "int4", "k=int8,v=int4")
     }
 
 
@@ -98,7 +98,7 @@ def test_the_engine_gives_the_tokens_of_dense_generate(
         assert got == dense[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8", "int4", "k=int8,v=int4"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -117,16 +117,17 @@ def test_a_request_does_not_see_how_it_was_served(
     assert run(model, kv_cache_dtype=kv_cache_dtype, **options) == alone[kv_cache_dtype]
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("swap_space", [0.0, 0.01], ids=["recomputed", "swapped"])
 def test_a_preempted_request_ends_as_if_undisturbed(
-    model: PreTrainedModel, alone: dict[str, list[list[int]]], swap_space: float
+    model: PreTrainedModel, alone: dict[str, list[list[int]]], swap_space: float, kv_cache_dtype: str
 ) -> None:
-    engine = llm(model, num_blocks=10, swap_space=swap_space, kv_cache_dtype="int8", max_model_len=100)
+    engine = llm(model, num_blocks=10, swap_space=swap_space, kv_cache_dtype=kv_cache_dtype, max_model_len=100)
     got = tokens(engine.generate(prompts(), GREEDY, use_tqdm=False))
     scheduler = engine.engine.scheduler
     counts = (scheduler.num_recompute_preemptions, scheduler.num_swap_preemptions)
     assert counts[1 if swap_space else 0] > 0, "the pool was meant to be too small"
-    assert got == alone["int8"]
+    assert got == alone[kv_cache_dtype]
     scheduler.check_integrity()
 
 

@@ -114,7 +114,7 @@ def test_a_fused_step_in_bf16_stays_within_a_few_roundings(family: str) -> None:
     assert_same_logits(step_logits(view), expected)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_engine_generates_the_same_tokens(family: str, kv_cache_dtype: str) -> None:
     model = tiny_model(family)
