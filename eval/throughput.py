@@ -64,7 +64,8 @@ def measure_throughput(
     engine_options: dict[str, Any] | None = None,
     repeats: int = 5,
 ) -> tuple[Machine, list[Result]]:
-    """Measure the engine and each of `baselines`: "dense" (`generate`) or "native" (`generate_batch`).
+    """Measure the engine and each of `baselines`: "dense" (`generate`) or "native" (`generate_batch`, two systems: with
+    its defaults, and tuned).
 
     Raises:
         ValueError: the workload is longer than the model's context, or has outputs of different lengths, which the
@@ -74,7 +75,8 @@ def measure_throughput(
     llm = make_llm(model, workload, engine_options or {})
     machine = measure_machine(model.device, model.dtype)
     systems = [_paged(llm, workload)]
-    systems += [_dense(llm, workload) if name == "dense" else _native(llm, workload) for name in baselines]
+    for name in baselines:
+        systems += [_dense(llm, workload)] if name == "dense" else _natives(llm, workload)
     runs = [_checked(system, workload) for system in systems]
     timings = timed_together(runs, model.device, repeats=repeats)
     results = [_result(system, timing, workload, machine, model) for system, timing in zip(systems, timings)]
@@ -164,8 +166,19 @@ def _dense(llm: LLM, workload: Workload) -> _System:
     )
 
 
-def _native(llm: LLM, workload: Workload) -> _System:
-    """The pool is sized by the work: left alone, it takes most of the memory, which on a CPU takes minutes to fill."""
+def _natives(llm: LLM, workload: Workload) -> list[_System]:
+    """`generate_batch` as a user calls it, and with prefix sharing off, which these prompts have no use for.
+
+    In both the pool is sized by the work, and a step holds the 8,192 tokens of the default: left alone, pool or step
+    take most of the memory, which on a CPU takes minutes to fill and leaves none to the other systems.
+    """
+    return [
+        _native(llm, workload, "native, defaults", allow_block_sharing=True),
+        _native(llm, workload, "native, tuned", allow_block_sharing=False),
+    ]
+
+
+def _native(llm: LLM, workload: Workload, name: str, *, allow_block_sharing: bool) -> _System:
     prompts = workload.prompts(llm.engine.vocab_size)
     new_tokens = max(workload.output_lens)
     if min(workload.output_lens) != new_tokens:
@@ -173,7 +186,10 @@ def _native(llm: LLM, workload: Workload) -> _System:
     generation = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     blocks = sum(-(-(len(prompt) + new_tokens) // _NATIVE_BLOCK_SIZE) for prompt in prompts)
     batching = ContinuousBatchingConfig(
-        block_size=_NATIVE_BLOCK_SIZE, num_blocks=blocks + 8, max_batch_tokens=8192, allow_block_sharing=False
+        block_size=_NATIVE_BLOCK_SIZE,
+        num_blocks=blocks + 8,
+        max_batch_tokens=8192,
+        allow_block_sharing=allow_block_sharing,
     )
     generate_batch: Any = llm.model.generate_batch
 
@@ -182,7 +198,7 @@ def _native(llm: LLM, workload: Workload) -> _System:
         return sum(len(request.generated_tokens) for request in out.values())
 
     return _System(
-        name="native",
+        name=name,
         kv_cache="auto",
         kv_bytes_per_token=dense_bytes_per_token(llm),
         prompt_lens=workload.prompt_lens,

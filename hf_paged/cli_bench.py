@@ -69,7 +69,8 @@ def throughput(
     prompt_tokens: PromptTokens = None,
     new_tokens: OutputTokens = None,
     baseline: Annotated[
-        list[Baseline] | None, typer.Option(help="Also dense generate or native generate_batch; may be repeated.")
+        list[Baseline] | None,
+        typer.Option(help="Also dense generate or native generate_batch (as it is and tuned); may be repeated."),
     ] = None,
     repeats: Repeats = 5,
     kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,

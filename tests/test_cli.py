@@ -270,7 +270,7 @@ def test_bench_memory_shows_the_promised_waste_from_the_real_block_pool() -> Non
     assert shares == sorted(shares)
 
 
-def test_bench_throughput_measures_three_systems_and_ends_with_json(model_path: Path) -> None:
+def test_bench_throughput_measures_its_systems_and_ends_with_json(model_path: Path) -> None:
     result = run(
         "bench", "throughput", model_path, "--workload", "ragged3", "--prompt-tokens", "8..24", "--new-tokens", "4",
         "--baseline", "dense", "--baseline", "native", "--repeats", "1", "--kv-cache-dtype", "int8",
@@ -278,7 +278,8 @@ def test_bench_throughput_measures_three_systems_and_ends_with_json(model_path: 
     assert result.exit_code == 0, result.stderr
     record = json.loads(result.stdout.splitlines()[-1])
     systems = [(row["system"], row["kv_cache"]) for row in record["results"]]
-    assert systems == [("hf_paged", "int8"), ("dense", "auto"), ("native", "auto")]
+    natives = [("native, defaults", "auto"), ("native, tuned", "auto")]
+    assert systems == [("hf_paged", "int8"), ("dense", "auto"), *natives]
     assert all(0 < row["tokens_per_s"] < row["ceiling"] for row in record["results"])
 
 
