@@ -1,0 +1,75 @@
+"""`hf-paged calibrate` writes what `LLM` and `info` read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_tokenizer import tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner, Result
+
+from hf_paged import LLM
+from hf_paged.cli import app
+
+VOCAB = 97
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_tokenizer(VOCAB).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_the_file_of_a_text_serves_every_format_without_another_calibration(model_path: Path, tmp_path: Path) -> None:
+    text, file = tmp_path / "text.txt", tmp_path / "kv.safetensors"
+    text.write_text("the cat sat on the mat and looked at the moon " * 20, encoding="utf-8")
+    result = run("calibrate", model_path, "-o", file, "--text", text, "--max-tokens", 200)
+    assert result.exit_code == 0, result.output
+    assert "auto-quality" in result.stdout and "200 tokens of text" in result.stdout
+    for kv_cache_dtype in ("fp8", "int8", "int4", "k=int8,v=int4", "auto-quality"):
+        llm = LLM(str(model_path), kv_cache_dtype=kv_cache_dtype, kv_scales=str(file), num_blocks=20)
+        if kv_cache_dtype != "auto-quality":
+            assert llm.engine.kv_plan.source == "200 tokens of text"
+
+
+def test_info_shows_what_a_file_protects_and_loads_no_weights(model_path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "kv.safetensors"
+    assert run("calibrate", model_path, "-o", file).exit_code == 0
+    plain = json.loads(run("info", model_path, "--json", "--no-protection").stdout)
+    (model_path / "model.safetensors").rename(tmp_path / "away")
+    try:
+        known = json.loads(run("info", model_path, "--json", "--no-fusion", "--kv-scales", file).stdout)
+    finally:
+        (tmp_path / "away").rename(model_path / "model.safetensors")
+    assert all(cost["protection"] is None for cost in plain["kv_cache"])
+    assert all(isinstance(cost["protection"], str) for cost in known["kv_cache"])
+    for before, after in zip(plain["kv_cache"], known["kv_cache"], strict=True):
+        assert (after["protection"] == "none") == (after["bytes_per_token"] == before["bytes_per_token"])
+
+
+def test_a_text_that_is_too_short_and_a_file_that_is_none_end_in_one_line(model_path: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("", encoding="utf-8")
+    result = run("calibrate", model_path, "-o", tmp_path / "kv.safetensors", "--text", text)
+    assert result.exit_code == 1 and "at least 2 are needed" in result.output
+    assert not (tmp_path / "kv.safetensors").exists()
+    assert run("info", model_path, "--kv-scales", tmp_path / "none").exit_code == 2
