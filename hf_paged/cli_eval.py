@@ -17,6 +17,8 @@ from hf_paged.cli_eval_tasks import tasks
 from hf_paged.config import EngineConfig
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_paged.eval.divergence import Divergence
     from hf_paged.eval.perplexity import PerplexityResult
 
@@ -65,29 +67,18 @@ def perplexity(
     caches = support.caches_of(support.formats_of(kv_cache_dtype, default="auto,fp8,int8"), naive)
     support.check_source(text, dataset)
     support.check_plot(plot)
-    from hf_paged.eval.perplexity import measure_perplexity
-    from hf_paged.eval.texts import check_windows, context_of, token_ids_of, windows_of
+    from hf_paged.eval.texts import check_windows, context_of
 
     windows: dict[str, int] = {}
-    models = list(dict.fromkeys(models))
-    for model in models:
+    for model in dict.fromkeys(models):
         context = context_of(support.config_of(model))
         windows[model] = window or min(2048, context or 2048)
         check_windows(windows[model], stride, max_windows, context)
     content = support.text_of(text, dataset)
-    results: dict[str, list[PerplexityResult]] = {}
-    for model in models:
-        loaded, tokenizer = support.load(model, dtype, device)
-        ids = token_ids_of(tokenizer, content)
-        total = sum(w.num_scored for w in windows_of(ids, windows[model], stride, max_windows))
-        for cache in caches:
-            with support.progress_bar(f"{model} {support.name_of(cache)}", total) as progress:
-                result = measure_perplexity(
-                    loaded, ids, window=windows[model], stride=stride, limit=max_windows, chunk=chunk,
-                    progress=progress, **{**options, **cache},
-                )  # fmt: skip
-            results.setdefault(model, []).append(result)
-        del loaded  # before the next one is loaded
+    results = {}
+    for model in windows:
+        settings = {"window": windows[model], "stride": stride, "limit": max_windows, "chunk": chunk, **options}
+        results[model] = _measure(*support.load(model, dtype, device), content, model, caches, settings)
     if plot is not None:
         from hf_paged.eval.plots import plot_perplexity
 
@@ -97,6 +88,22 @@ def perplexity(
         print(json.dumps({"text": source, "results": _perplexity_rows(results)}))
     else:
         _print_perplexity(source, results)
+
+
+def _measure(
+    model: PreTrainedModel, tokenizer: Any, text: str, name: str, caches: list[dict[str, Any]], settings: dict[str, Any]
+) -> list[PerplexityResult]:
+    """One result per cache; `name` is the model's, for the progress bar."""
+    from hf_paged.eval.perplexity import measure_perplexity
+    from hf_paged.eval.texts import token_ids_of, windows_of
+
+    ids = token_ids_of(tokenizer, text)
+    total = sum(w.num_scored for w in windows_of(ids, settings["window"], settings["stride"], settings["limit"]))
+    results = []
+    for cache in caches:
+        with support.progress_bar(f"{name} {support.name_of(cache)}", total) as progress:
+            results.append(measure_perplexity(model, ids, progress=progress, **{**settings, **cache}))
+    return results
 
 
 def _change(result: PerplexityResult, rows: list[PerplexityResult]) -> tuple[float, float]:
