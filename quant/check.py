@@ -18,7 +18,7 @@ from hf_paged.quant.linear import PackedLinear
 
 _PIECE = 1 << 24  # elements looked at in one go
 _CHECKED_ROWS = 256  # output channels, a multiple of the 64 of a tile
-_PROBE_ROWS = (1, 17)  # the few-row kernel and its masked tail
+_PROBE_ROWS = (1, 17, 100)  # the kernels of few and of many rows, and a masked tail
 # relative to the largest output: inputs and output are rounded once to 16 bits (2 ** -8 for bf16), fp8 products once to
 # bf16 on a matrix unit that accumulates with about 13 bits
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
