@@ -110,32 +110,38 @@ def test_a_launch_covers_the_weight_and_its_locks_suffice() -> None:
 
 
 CASES = [
-    # n, k, group, zeros, perm, scales, code bits
-    (1008, 1504, 128, False, False, torch.float16, 4),  # ragged N and K
-    (1008, 1504, 128, True, False, torch.bfloat16, 4),
-    (512, 1024, 64, True, False, torch.float32, 4),
-    (512, 1056, 32, True, True, torch.float16, 4),
-    (256, 2048, -1, False, True, torch.float16, 4),
-    (256, 2048, 256, True, False, torch.bfloat16, 4),
-    (256, 1024, 128, False, False, torch.float16, 3),
+    # n, k, group, zeros, perm, scales, code bits, activations
+    (1008, 1504, 128, False, False, torch.float16, 4, torch.bfloat16),  # ragged N and K
+    (1008, 1504, 128, True, False, torch.bfloat16, 4, torch.float16),
+    (512, 1024, 64, True, False, torch.float32, 4, torch.bfloat16),
+    (512, 1056, 32, True, True, torch.float16, 4, torch.bfloat16),
+    (512, 1056, 32, False, False, torch.float16, 4, torch.float16),
+    (256, 2048, -1, False, True, torch.float16, 4, torch.float16),
+    (256, 2048, 256, True, False, torch.bfloat16, 4, torch.bfloat16),
+    (256, 1024, 128, False, False, torch.float16, 3, torch.bfloat16),
 ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("n", "k", "group", "zeros", "perm", "scales", "bits"), CASES)
+@pytest.mark.parametrize(("n", "k", "group", "zeros", "perm", "scales", "bits", "dtype"), CASES)
 def test_every_format_equals_the_definition(
     n: int, k: int, group: int, zeros: bool, perm: bool, scales: torch.dtype, bits: int, dtype: torch.dtype
 ) -> None:
-    """Through the public call, at row counts that cross every launch and the switch to cuBLAS."""
+    """Through the public call, at row counts up to the switch to cuBLAS, and through both tiles of many tokens."""
     packed = weight(n, k, group=group, zeros=zeros, perm=perm, scales=scales, code_bits=bits)
-    locks = torch.zeros(lock_count(n), dtype=torch.int32, device="cuda")
+    locks = torch.zeros(4096, dtype=torch.int32, device="cuda")
     bias = activations(1, n, dtype)[0]
-    assert fits_hopper(activations(1, k, dtype), packed) or torch.cuda.get_device_capability() != (9, 0)
-    for m in (1, 7, 8, 16, 17, 32, 50, 64, 100, 128, 200, 300, 512, 700):
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert fits_hopper(activations(1, k, dtype), packed) or not hopper
+    for m in (1, 7, 16, 50, 200, 256, 300):
         x = activations(m, k, dtype)
         for offered in (bias, None):
             assert_close(packed_linear(x, packed, offered, locks), packed_linear_reference(x, packed, offered))
+    x = activations(100, k, dtype)
+    for shape in SHAPES:
+        if hopper and shape.tiles.many and shape.tiles.block_m > 32:
+            result = w4a16_hopper(x, packed, bias, locks, replace(shape.tiles, programs=40))
+            assert_close(result, packed_linear_reference(x, packed, bias))
     assert not locks.any()
 
 
