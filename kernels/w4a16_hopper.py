@@ -138,6 +138,10 @@ def fits_hopper(x: Tensor, weight: PackedWeight) -> bool:
         and (group >= k or group % STEP == 0 or group in (32, 64))
         and weight.out_features % 16 == 0
         and k % 8 == 0
+        and all(
+            part is None or (part.is_contiguous() and part.data_ptr() % 16 == 0)
+            for part in (weight.packed, weight.scales, weight.zeros, weight.perm)
+        )
     )
 
 
@@ -145,6 +149,8 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Te
     """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per 64 outputs and block of tokens."""
     if x.data_ptr() % 16:
         x = x.clone()
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
     perm = weight.perm
     if perm is not None and (tiles.many or tiles.block_m > MAX_GATHERED):
         x, perm = x.index_select(1, perm), None
