@@ -36,10 +36,13 @@ from hf_paged.kernels.int4_tiles import (
     int4_queries,
     int4_scale_layout,
     int4_v_layout,
-    int4_v_operand,
+    power_of_two_above,
     row_words,
+    run_of,
     scales_of_rows,
     short_words,
+    store_heads,
+    value_operands,
 )
 from hf_paged.kernels.layout import GroupPages, LayerKV, PlainPages
 from hf_paged.kernels.register_tiles import (
@@ -48,22 +51,8 @@ from hf_paged.kernels.register_tiles import (
     k_operand,
     q_layout,
     q_operands,
-    v_codes,
     v_layout,
-    v_operand,
 )
-
-
-@gluon.constexpr_function
-def _run(dim):
-    """Words of 8-bit values that a lane loads at once."""
-    return 4 if dim >= 128 else dim // 32
-
-
-@gluon.jit
-def _power_of_two_above(x):
-    """The smallest power of two that is not below the fp32 `x`, 0 < x < 2^127, or 0."""
-    return ((x.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "kv_heads", "window", "tables_stride"])
@@ -147,7 +136,7 @@ def _attend(
     V_TYPE: gl.constexpr = v_ptr.dtype.element_ty
     V_GROUPS: gl.constexpr = V_DIM // 64 if gl.uint8 == V_TYPE else 1
     KL: gl.constexpr = int4_k_layout(TILE, K_DIM // 8) if gl.uint8 == K_TYPE else k_layout(TILE, K_DIM // 4)
-    V8: gl.constexpr = v_layout(TILE, V_DIM // 4, _run(V_DIM), False)
+    V8: gl.constexpr = v_layout(TILE, V_DIM // 4, run_of(V_DIM), False)
     VL: gl.constexpr = int4_v_layout(TILE, V_DIM // 8, False) if gl.uint8 == V_TYPE else V8
     n = gl.arange(0, TILE, layout=gl.SliceLayout(1, H))
 
@@ -201,30 +190,17 @@ def _attend(
         edge = tile * TILE + TILE > seq_len
         if WINDOW:
             edge = edge | (tile * TILE < first_token)
-        if edge:  # what lies in dead slots may be NaN; 4-bit and int8 codes never are
+        if edge:
             keep = (tile * TILE + n >= first_token) & (tile * TILE + n < seq_len)
-            scores = gl.where(keep[:, None], scores, float("-inf"))
-            low_scale = gl.where(keep, low_scale, 0.0)
-            low_zero = gl.where(keep, low_zero, 0.0)
-            high_scale = gl.where(keep, high_scale, 0.0)
-            high_zero = gl.where(keep, high_zero, 0.0)
-            if gl.float8e4nv == V_TYPE:
-                vn = gl.arange(0, TILE, layout=gl.SliceLayout(1, VL))
-                v = gl.where((tile * TILE + vn < seq_len)[:, None], v, 0)
-
+            scores, v, low_scale, low_zero, high_scale, high_zero = _living(
+                keep, seq_len - tile * TILE, scores, v, low_scale, low_zero, high_scale, high_zero, V_TYPE, TILE, VL
+            )
         new_top = gl.maximum(top, gl.max(scores, 0) * factor)
-        new_unit = gl.maximum(v_unit, _power_of_two_above(gl.max(gl.maximum(low_scale, high_scale), 0)))
+        new_unit = gl.maximum(v_unit, power_of_two_above(gl.max(gl.maximum(low_scale, high_scale), 0)))
         if (gl.max((new_top > top).to(gl.int32), 0) > 0) | (new_unit > v_unit):
-            decay = gl.exp2(top - new_top)
-            total = total * decay[None, :]
-            low_zeros = low_zeros * decay[None, :]
-            high_zeros = high_zeros * decay[None, :]
-            decay *= v_unit / new_unit
-            column_decay = columns(decay, decay, gl.SliceLayout(0, MMA))[None, :]
-            a0 = a0 * column_decay
-            a1 = a1 * column_decay
-            a2 = a2 * column_decay
-            a3 = a3 * column_decay
+            a0, a1, a2, a3, total, low_zeros, high_zeros = _rescaled(
+                gl.exp2(top - new_top), v_unit / new_unit, a0, a1, a2, a3, total, low_zeros, high_zeros, MMA
+            )
         top = new_top
         v_unit = new_unit
         probs = gl.exp2(scores * factor[None, :] - top[None, :])  # one multiply-add
@@ -238,18 +214,18 @@ def _attend(
             high_zeros += probs * high_zero[:, None]
             high = probs * (high_scale * inverse)[:, None]
         weights = gl.convert_layout(columns(low, high, MMA).to(gl.float16), B)
-        v0, v1, v2, v3 = _value_operands(v, V_TYPE, TILE, V_DIM, MMA)
+        v0, v1, v2, v3 = value_operands(v, V_TYPE, TILE, V_DIM, MMA)
         a0 = mma_v2(v0, weights, a0)
         a1 = mma_v2(v1, weights, a1)
         a2 = mma_v2(v2, weights, a2)
         a3 = mma_v2(v3, weights, a3)
         v, v_scale = _load(v_ptr, v_stride, v_scale_ptr, v_scale_stride, block, row, V_TYPE, V_DIM, TILE, VL, H)
 
-    denominator = gl.sum(total, 0)
     low_zero = gl.sum(low_zeros, 0)
     high_zero = low_zero
     if V_GROUPS == 2:
         high_zero = gl.sum(high_zeros, 0)
+    denominator = gl.sum(total, 0)
     head = gl.arange(0, N, layout=HEADS)
     inverse = 1.0 / denominator
     if whole:
@@ -260,14 +236,44 @@ def _attend(
             decay = gl.exp2(top - new_top)
             inverse = decay / (denominator * decay + gl.exp2(sink - new_top))
         out_ptr += (seq.to(gl.int64) * kv_heads + kv_head) * (GROUP * V_DIM)
-        _store(out_ptr, a0, a1, a2, a3, v_unit * inverse, low_zero * inverse, high_zero * inverse, V_TYPE, V_DIM, GROUP)
+        store_heads(
+            out_ptr, a0, a1, a2, a3, v_unit * inverse, low_zero * inverse, high_zero * inverse, V_TYPE, V_DIM, GROUP
+        )
     else:
         slot = (gl.program_id(0) * 2 + at_start.to(gl.int32)) * GROUP
         gl.store(lse_ptr + slot + head, top + gl.log2(denominator), mask=head < GROUP)
         partial_ptr += slot * V_DIM
-        _store(
+        store_heads(
             partial_ptr, a0, a1, a2, a3, v_unit * inverse, low_zero * inverse, high_zero * inverse, V_TYPE, V_DIM, GROUP
         )
+
+
+@gluon.jit
+def _living(
+    keep, left, scores, v, low_scale, low_zero, high_scale, high_zero,
+    V_TYPE: gl.constexpr, TILE: gl.constexpr, VL: gl.constexpr,
+):  # fmt: skip
+    """A tile at an edge: what lies in dead slots may be NaN (4-bit and int8 codes never are) and has no weight."""
+    scores = gl.where(keep[:, None], scores, float("-inf"))
+    low_scale = gl.where(keep, low_scale, 0.0)
+    low_zero = gl.where(keep, low_zero, 0.0)
+    high_scale = gl.where(keep, high_scale, 0.0)
+    high_zero = gl.where(keep, high_zero, 0.0)
+    if gl.float8e4nv == V_TYPE:
+        row = gl.arange(0, TILE, layout=gl.SliceLayout(1, VL))
+        v = gl.where((row < left)[:, None], v, 0)
+    return scores, v, low_scale, low_zero, high_scale, high_zero
+
+
+@gluon.jit
+def _rescaled(decay, unit_decay, a0, a1, a2, a3, total, low_zeros, high_zeros, MMA: gl.constexpr):
+    """All sums under a new maximum `[N]`, the accumulators also under a new unit."""
+    factor = decay * unit_decay
+    factor = columns(factor, factor, gl.SliceLayout(0, MMA))[None, :]
+    decay = decay[None, :]
+    return (
+        a0 * factor, a1 * factor, a2 * factor, a3 * factor, total * decay, low_zeros * decay, high_zeros * decay
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -356,63 +362,6 @@ def _scores(
         low, _ = halves(products, H)
         scores = low * k_scale.to(gl.float32)[:, None]
     return scores
-
-
-@gluon.jit
-def _value_operands(v, TYPE: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr, MMA: gl.constexpr):
-    """The tile's codes as four transposed left operands `[DIM / 4, TILE]`."""
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    WIDTH: gl.constexpr = DIM // 4
-    if gl.uint8 == TYPE:
-        v = gl.convert_layout(short_words(v), int4_v_layout(TILE, WIDTH, True), assert_trivial=True)
-        v0, v1, v2, v3 = int4_codes(v)
-        v0 = int4_v_operand(v0, TILE, WIDTH, A)
-        v1 = int4_v_operand(v1, TILE, WIDTH, A)
-        v2 = int4_v_operand(v2, TILE, WIDTH, A)
-        v3 = int4_v_operand(v3, TILE, WIDTH, A)
-    else:
-        RUN: gl.constexpr = _run(DIM)
-        v = gl.convert_layout(v, v_layout(TILE, WIDTH, RUN, True), assert_trivial=True)
-        v0, v1, v2, v3 = v_codes(v, TYPE)
-        v0 = v_operand(v0, TILE, WIDTH, RUN, A)
-        v1 = v_operand(v1, TILE, WIDTH, RUN, A)
-        v2 = v_operand(v2, TILE, WIDTH, RUN, A)
-        v3 = v_operand(v3, TILE, WIDTH, RUN, A)
-    return v0, v1, v2, v3
-
-
-@gluon.jit
-def _store(
-    ptr, a0, a1, a2, a3, factor, low_zero, high_zero, TYPE: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr
-):
-    """Values of all heads, accumulators * factor + zero, into `[GROUP, DIM]` at `ptr`: neighbours, lane by lane."""
-    WIDTH: gl.constexpr = DIM // 4
-    N: gl.constexpr = a0.shape[1] // 2
-    if gl.uint8 == TYPE:  # row 8 x + r of an accumulator is word WIDTH / 8 * r + x, see `int4_v_operand`
-        low = gl.join(a0, a2).reshape([WIDTH // 8, 8, N, 2, 2]).permute([2, 1, 0, 4, 3]).reshape([N, DIM // 2, 2])
-        high = gl.join(a1, a3).reshape([WIDTH // 8, 8, N, 2, 2]).permute([2, 1, 0, 4, 3]).reshape([N, DIM // 2, 2])
-        low, _ = gl.split(low)
-        _, high = gl.split(high)
-        _store_rows(ptr, low, factor * CODE_UNIT, low_zero, DIM, GROUP)
-        _store_rows(ptr + DIM // 2, high, factor * (CODE_UNIT * 0.0625), high_zero, DIM, GROUP)
-    else:  # row 8 (RUN y + x) + r is word RUN (8 y + r) + x, see `register_tiles.v_operand`
-        RUN: gl.constexpr = _run(DIM)
-        x = gl.join(gl.join(a0, a2), gl.join(a1, a3))  # value 2 i + j at [i, j]
-        x = x.reshape([WIDTH // (8 * RUN), RUN, 8, N, 2, 4]).permute([3, 0, 2, 1, 5, 4]).reshape([N, DIM, 2])
-        low, _ = gl.split(x)
-        _store_rows(ptr, low, factor, low_zero * 0.0, DIM, GROUP)
-
-
-@gluon.jit
-def _store_rows(ptr, x, factor, zero, DIM: gl.constexpr, GROUP: gl.constexpr):
-    """`x` `[N, channels]` * factor + zero into the rows of DIM at `ptr`."""
-    L: gl.constexpr = x.type.layout
-    head = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, L))
-    channel = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, L))
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, L))
-    zero = gl.convert_layout(zero, gl.SliceLayout(1, L))
-    x = (x * factor[:, None] + zero[:, None]).to(ptr.dtype.element_ty)
-    gl.store(ptr + (head * DIM)[:, None] + channel[None, :], x, mask=(head < GROUP)[:, None])
 
 
 def fits(query: Tensor, layer: LayerKV) -> bool:

@@ -1,4 +1,5 @@
-"""Tiles of 4-bit pages as operands of `mma.m16n8k16`, inside registers: the parts of `decode_int4.py`.
+"""Tiles of 4-bit pages as operands of `mma.m16n8k16`, inside registers: the parts of `decode_int4.py`, beside those of
+`register_tiles.py` for 8 bits.
 
 A row of `head_dim` codes is `head_dim / 8` 32-bit words for loading and WIDTH = `head_dim / 4` 16-bit words of four
 codes for the matrix unit. Codes 0 and 2 of word w are the channels 2 w and 2 w + 1 ("low"), codes 1 and 3 the same plus
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from hf_paged.kernels.register_tiles import v_codes, v_layout, v_operand
 
 CODE_UNIT = gl.constexpr(2.0**24)  # a code read as fp16 bits is code / CODE_UNIT
 
@@ -51,6 +54,12 @@ def head_layout(rows, heads):
     """`[rows, heads]` where a lane holds head lane % 4 of rows lane // 4 + 8 i: one half of a product's columns."""
     registers = [[0, 4 << i] for i in range(_log2(heads // 4))] + [[1 << i, 0] for i in range(3, _log2(rows))]
     return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [], [], [rows, heads])
+
+
+@gluon.constexpr_function
+def run_of(dim):
+    """Words of 8-bit values that a lane loads at once."""
+    return 4 if dim >= 128 else dim // 32
 
 
 @gluon.jit
@@ -189,3 +198,66 @@ def int4_queries(q_ptr, stride, scale, K_DIM: gl.constexpr, GROUP: gl.constexpr,
     q3 = (q3 * (inverse * 0.0625)).to(gl.float16)
     sums = gl.sum(q0.to(gl.float32) + q2.to(gl.float32) + (q1.to(gl.float32) + q3.to(gl.float32)) * 16.0, 0)
     return q0, q1, q2, q3, gl.convert_layout(sums, COLUMNS), gl.convert_layout(unit, COLUMNS)
+
+
+@gluon.jit
+def power_of_two_above(x):
+    """The smallest power of two that is not below the fp32 `x`, 0 < x < 2^127, or 0."""
+    return ((x.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def value_operands(v, TYPE: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr, MMA: gl.constexpr):
+    """The tile's codes as four transposed left operands `[DIM / 4, TILE]`."""
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    WIDTH: gl.constexpr = DIM // 4
+    if gl.uint8 == TYPE:
+        v = gl.convert_layout(short_words(v), int4_v_layout(TILE, WIDTH, True), assert_trivial=True)
+        v0, v1, v2, v3 = int4_codes(v)
+        v0 = int4_v_operand(v0, TILE, WIDTH, A)
+        v1 = int4_v_operand(v1, TILE, WIDTH, A)
+        v2 = int4_v_operand(v2, TILE, WIDTH, A)
+        v3 = int4_v_operand(v3, TILE, WIDTH, A)
+    else:
+        RUN: gl.constexpr = run_of(DIM)
+        v = gl.convert_layout(v, v_layout(TILE, WIDTH, RUN, True), assert_trivial=True)
+        v0, v1, v2, v3 = v_codes(v, TYPE)
+        v0 = v_operand(v0, TILE, WIDTH, RUN, A)
+        v1 = v_operand(v1, TILE, WIDTH, RUN, A)
+        v2 = v_operand(v2, TILE, WIDTH, RUN, A)
+        v3 = v_operand(v3, TILE, WIDTH, RUN, A)
+    return v0, v1, v2, v3
+
+
+@gluon.jit
+def store_heads(
+    ptr, a0, a1, a2, a3, factor, low_zero, high_zero, TYPE: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr
+):
+    """Values of all heads, accumulators * factor + zero, into `[GROUP, DIM]` at `ptr`: neighbours, lane by lane."""
+    WIDTH: gl.constexpr = DIM // 4
+    N: gl.constexpr = a0.shape[1] // 2
+    if gl.uint8 == TYPE:  # row 8 x + r of an accumulator is word WIDTH / 8 * r + x, see `int4_v_operand`
+        low = gl.join(a0, a2).reshape([WIDTH // 8, 8, N, 2, 2]).permute([2, 1, 0, 4, 3]).reshape([N, DIM // 2, 2])
+        high = gl.join(a1, a3).reshape([WIDTH // 8, 8, N, 2, 2]).permute([2, 1, 0, 4, 3]).reshape([N, DIM // 2, 2])
+        low, _ = gl.split(low)
+        _, high = gl.split(high)
+        _store_rows(ptr, low, factor * CODE_UNIT, low_zero, DIM, GROUP)
+        _store_rows(ptr + DIM // 2, high, factor * (CODE_UNIT * 0.0625), high_zero, DIM, GROUP)
+    else:  # row 8 (RUN y + x) + r is word RUN (8 y + r) + x, see `register_tiles.v_operand`
+        RUN: gl.constexpr = run_of(DIM)
+        x = gl.join(gl.join(a0, a2), gl.join(a1, a3))  # value 2 i + j at [i, j]
+        x = x.reshape([WIDTH // (8 * RUN), RUN, 8, N, 2, 4]).permute([3, 0, 2, 1, 5, 4]).reshape([N, DIM, 2])
+        low, _ = gl.split(x)
+        _store_rows(ptr, low, factor, low_zero * 0.0, DIM, GROUP)
+
+
+@gluon.jit
+def _store_rows(ptr, x, factor, zero, DIM: gl.constexpr, GROUP: gl.constexpr):
+    """`x` `[N, channels]` * factor + zero into the rows of DIM at `ptr`."""
+    L: gl.constexpr = x.type.layout
+    head = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, L))
+    channel = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, L))
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, L))
+    zero = gl.convert_layout(zero, gl.SliceLayout(1, L))
+    x = (x * factor[:, None] + zero[:, None]).to(ptr.dtype.element_ty)
+    gl.store(ptr + (head * DIM)[:, None] + channel[None, :], x, mask=(head < GROUP)[:, None])
