@@ -32,17 +32,19 @@ class DecodeConfig:
 
     tile: int  # tokens per tile, at most block_size
     programs: int = 1  # that share the work
+    whole: bool = False  # one program for each head of a sequence, if sequences are alike (portable kernel)
     least: int = 2  # tiles of a share, at least
     num_warps: int = 4
     num_stages: int = 3
     byte_permute: bool = True  # int8 -> fp16 by inline assembly (CUDA only)
     in_registers: bool = False  # the kernel of `decode_registers.py`, one warp per program
     max_registers: int | None = None  # per thread, for that kernel
-    prefetch: bool = False  # ask for the tile after the next one, in that kernel
     overlap: bool = False  # joining begins while the last shares are read (compute capability 9.0)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "kv_heads", "window", "tables_stride"])  # they vary: no kernel per value
+@triton.jit(
+    do_not_specialize=["num_seqs", "kv_heads", "held", "window", "tables_stride"]
+)  # they vary: no kernel per value
 def _decode(
     out_ptr,  # [num_seqs, heads, V_DIM]
     partial_ptr,  # [programs, 2, GROUP, V_DIM] fp32
@@ -67,6 +69,7 @@ def _decode(
     window,
     num_seqs,
     kv_heads,
+    held,
     GROUP: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -87,8 +90,9 @@ def _decode(
     V_DOT: tl.constexpr,
     BYTE_PERMUTE: tl.constexpr,
     STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    start, stop, seq, before = share(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
+    start, stop, seq, before = share(seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW, TILE, LEAST, WHOLE)
     while start < stop:
         seq_len = tl.load(seq_lens_ptr + seq)
         first_token, first_tile, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
@@ -300,12 +304,13 @@ def decode_attention(
             grid(*operands, *strides, *numbers, **shape, N=decode_int4.padded_heads(group))
         else:
             grid = decode_registers_kernel[(config.programs,)]
-            grid(*operands, *strides, *numbers, **shape, N=8 if group <= 8 else 16, PREFETCH=config.prefetch)
+            grid(*operands, *strides, *numbers, **shape, N=8 if group <= 8 else 16)
     else:
-        _decode[(config.programs,)](
+        _decode[(num_seqs * kv_heads if config.whole else config.programs,)](
             *operands,
             *strides,
             *numbers,
+            config.programs,
             **shape,
             ROWS=max(16, triton.next_power_of_2(group)),
             K_BLOCK=triton.next_power_of_2(layer.k.head_dim),
@@ -318,6 +323,7 @@ def decode_attention(
             V_DOT=dot_dtype(query, layer.v),
             BYTE_PERMUTE=config.byte_permute and query.is_cuda,
             STAGES=config.num_stages,
+            WHOLE=config.whole,
             num_warps=config.num_warps,
         )
     _join(out, partial, lse, meta.seq_lens, sinks, num_seqs, kv_heads, window, config)
@@ -356,6 +362,7 @@ def _join(
         WINDOW=window is not None,
         SINKS=sinks is not None,
         OVERLAP=config.overlap,
+        WHOLE=config.whole,
         num_warps=4 if many else 1,
         **({"launch_pdl": True} if config.overlap else {}),
     )
@@ -364,21 +371,25 @@ def _join(
 def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int) -> DecodeConfig:
     """Tile and programs from what a captured graph fixes: what the GPU holds at once, or as many as there is work."""
     k, v = layer.k.tensor, layer.v.tensor
-    int4 = decode_int4.fits(query, layer)
-    in_registers = int4 or decode_registers.fits(query, layer)
+    kv_heads, sms = k.shape[1], _num_sms(query.device)
     overlap = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 9
-    if in_registers:
-        group = query.shape[1] // k.shape[1]
-        tile, registers = decode_int4.launch(layer, group) if int4 else decode_registers.launch(layer)
-        config = DecodeConfig(tile=tile, programs=1, num_warps=1, in_registers=True, max_registers=registers)
+    tile = min(layer.block_size, 64 if k.shape[3] * k.element_size() <= 256 else 32)
+    num_warps = 2 if tile <= 32 else 4
+    stage = tile * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())
+    per_sm = max(1, min(12 // num_warps, 200_000 // (2 * stage)))
+    # 16-bit pages of many heads: as fast as shared memory allows, and no end of a share is waited for (4 to 6%)
+    plain = all(isinstance(pages, PlainPages) and pages.head_dim == 128 for pages in (layer.k, layer.v))
+    whole = plain and query.is_cuda and num_seqs * kv_heads >= 2 * per_sm * sms
+    config = DecodeConfig(tile=tile, num_warps=num_warps, whole=whole, overlap=overlap)
+    if decode_int4.fits(query, layer):
+        tile, registers = decode_int4.launch(layer, query.shape[1] // kv_heads)
         per_sm = 4 * (512 // registers)
-    else:
-        tile = min(layer.block_size, 64 if k.shape[3] * k.element_size() <= 256 else 32)
-        config = DecodeConfig(tile=tile, programs=1, num_warps=2 if tile <= 32 else 4)
-        stage = tile * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())
-        per_sm = max(1, min(16 // config.num_warps, 200_000 // (config.num_stages * stage)))
-    most = -(-num_seqs * k.shape[1] * -(-max_seq_len // tile) // config.least)
-    return replace(config, programs=max(1, min(per_sm * _num_sms(query.device), most)), overlap=overlap)
+        config = DecodeConfig(tile=tile, in_registers=True, max_registers=registers, overlap=overlap)
+    elif not whole and decode_registers.fits(query, layer):
+        tile, registers, per_sm = decode_registers.launch(layer)
+        config = DecodeConfig(tile=tile, in_registers=True, max_registers=registers, overlap=overlap)
+    most = -(-num_seqs * kv_heads * -(-max_seq_len // config.tile) // config.least)
+    return replace(config, programs=max(1, min(per_sm * sms, most)))
 
 
 def base2_scale(scale: float, softcap: float | None) -> tuple[float, float]:

@@ -5,6 +5,10 @@ neighbours of it as any other, or one more. Every program reads the same number 
 nobody waits for a last wave, and the launch depends on Python bounds only, so a captured graph serves any lengths up to
 its capacity. A share may begin and end inside a sequence's head: what it computes there is a partial result (slot 1 of
 the program if it holds the first tile, else slot 0), and `join_kernel` makes one of them.
+
+Many heads of sequences that are alike need no sharing: with WHOLE a launch has one program for each head of a sequence,
+and if no sequence is much longer than the mean, each takes its own; later ones start while earlier ones end, so neither
+the beginning nor the end of a program is ever waited for. Otherwise the first `held` programs share.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 SCAN = tl.constexpr(256)  # sequences looked at in one step
+ALIKE = tl.constexpr(4)  # times the mean that a sequence may be long and still be one program's
 
 
 @triton.jit
@@ -31,31 +36,63 @@ def working_programs(units, num_programs, LEAST: tl.constexpr):
 
 
 @triton.jit
+def _total_and_longest(seq_lens_ptr, num_seqs, window, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """Tiles of all sequences, and of the longest one."""
+    n = tl.arange(0, SCAN)
+    total = tl.zeros([], tl.int32)
+    longest = tl.zeros([], tl.int32)
+    for i in range(0, num_seqs, SCAN):
+        seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < num_seqs, other=0)
+        _, _, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
+        total += tl.sum(tiles, 0)
+        longest = tl.maximum(longest, tl.max(tiles, 0))
+    return total, longest
+
+
+@triton.jit
+def _whole_head(seq_lens_ptr, kv_heads, window, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """The share of a program that takes one head of one sequence, as `share` has it (counted from that sequence on)."""
+    seq = tl.program_id(0) // kv_heads
+    _, _, tiles = visible_tiles(tl.load(seq_lens_ptr + seq), window, WINDOW, TILE)
+    begin = tl.program_id(0) % kv_heads * tiles
+    return begin, begin + tiles, seq, tiles * 0
+
+
+@triton.jit
 def share(
     seq_lens_ptr,  # [num_seqs] int32
     num_seqs,
     kv_heads,
     window,
+    held,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     LEAST: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """This program's `[begin, end)` of the line, the sequence where it begins, and one head's tiles before that."""
+    total, longest = _total_and_longest(seq_lens_ptr, num_seqs, window, WINDOW, TILE)
+    begin, end, seq, before = _equal_share(seq_lens_ptr, num_seqs, kv_heads, window, total, held, WINDOW, TILE, LEAST)
+    if WHOLE:  # noqa: SIM102 (a constant of the compiler, then a value of the device)
+        if longest * num_seqs <= ALIKE * total:
+            begin, end, seq, before = _whole_head(seq_lens_ptr, kv_heads, window, WINDOW, TILE)
+    return begin, end, seq, before
+
+
+@triton.jit
+def _equal_share(
+    seq_lens_ptr, num_seqs, kv_heads, window, total, held, WINDOW: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr
+):
     n = tl.arange(0, SCAN)
-    units = tl.zeros([], tl.int32)
-    for i in range(0, num_seqs, SCAN):
-        seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < num_seqs, other=0)
-        _, _, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
-        units += tl.sum(tiles, 0)
-    units *= kv_heads
+    units = total * kv_heads
     program = tl.program_id(0)
-    programs = working_programs(units, tl.num_programs(0), LEAST)
+    programs = working_programs(units, held, LEAST)
     least = units // programs
     begin = tl.minimum(program * least + tl.minimum(program, units % programs), units)
     end = tl.minimum(begin + least + (program < units % programs).to(tl.int32), units)
-    seq = 0
-    before = 0
-    base = 0
+    seq = tl.zeros([], tl.int32)
+    before = tl.zeros([], tl.int32)
+    base = tl.zeros([], tl.int32)
     for i in range(0, num_seqs, SCAN):
         seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < num_seqs, other=0)
         _, _, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
@@ -75,16 +112,16 @@ def _program_of(unit, units, programs):
     return tl.where(unit < more, unit // (least + 1), units % programs + (unit - more) // least)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window", "num_programs"])
+@triton.jit(do_not_specialize=["num_seqs", "window", "held"])
 def join_kernel(
     out_ptr,  # [num_seqs, heads, V_DIM]
-    partial_ptr,  # [num_programs, 2, GROUP, V_DIM] fp32
-    lse_ptr,  # [num_programs, 2, GROUP] fp32, base 2
+    partial_ptr,  # [held, 2, GROUP, V_DIM] fp32
+    lse_ptr,  # [held, 2, GROUP] fp32, base 2
     seq_lens_ptr,  # [num_seqs] int32
     sinks_ptr,  # [heads]
     num_seqs,
     window,
-    num_programs,
+    held,
     GROUP: tl.constexpr,
     V_DIM: tl.constexpr,
     V_BLOCK: tl.constexpr,
@@ -94,6 +131,7 @@ def join_kernel(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """One head of one sequence: join its partial results, if there are any; zeros where the sequence is empty."""
     head = tl.program_id(0)
@@ -101,14 +139,13 @@ def join_kernel(
     heads = tl.num_programs(0)
     kv_heads = heads // GROUP
     n = tl.arange(0, SCAN)
-    units = tl.zeros([], tl.int32)
+    total, longest = _total_and_longest(seq_lens_ptr, num_seqs, window, WINDOW, TILE)
+    units = total * kv_heads
     before = tl.zeros([], tl.int32)
-    for i in range(0, num_seqs, SCAN):
-        seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < num_seqs, other=0)
+    for i in range(0, seq, SCAN):
+        seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < seq, other=0)
         _, _, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
-        units += tl.sum(tiles, 0)
-        before += tl.sum(tl.where(i + n < seq, tiles, 0), 0)
-    units *= kv_heads
+        before += tl.sum(tiles, 0)
     if OVERLAP:  # every program, whatever it has to do: what follows this kernel follows the other one too
         gdc_wait()
     _, _, tiles = visible_tiles(tl.load(seq_lens_ptr + seq), window, WINDOW, TILE)
@@ -117,8 +154,11 @@ def join_kernel(
     if tiles == 0:  # a padded row of a captured graph
         tl.store(out_row, tl.zeros([V_BLOCK], out_ptr.dtype.element_ty), mask=d < V_DIM)
         return
+    if WHOLE:  # noqa: SIM102 (as above)
+        if longest * num_seqs <= ALIKE * total:
+            return
     begin = before * kv_heads + head // GROUP * tiles
-    programs = working_programs(units, num_programs, LEAST)
+    programs = working_programs(units, held, LEAST)
     first = _program_of(begin, units, programs)
     last = _program_of(begin + tiles - 1, units, programs)
     if first == last:

@@ -10,7 +10,7 @@ causal diagonal or the window's edge crosses are masked.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -390,16 +390,24 @@ def choose_config(layer: LayerKV, query: Tensor, group: int) -> PrefillConfig:
     head_dim = max(layer.k.head_dim, layer.v.head_dim)
     if query.dtype == torch.float32 or layer.k.tensor.dtype == torch.float32:
         return PrefillConfig(rows=max(32, triton.next_power_of_2(group)), tile=32, num_warps=4, num_stages=1)
-    rows = max(128 if head_dim <= 128 else 64, triton.next_power_of_2(group))
     narrow = min(layer.k.tensor.element_size(), layer.v.tensor.element_size()) == 1  # widened in every tile
-    if head_dim <= 128 and rows == 128 and not narrow:
-        return PrefillConfig(rows=rows, tile=64, num_warps=8, num_stages=2, max_registers=128)
-    return PrefillConfig(
-        rows=64 if narrow and group <= 64 else rows,
-        tile=64 if head_dim <= 128 else 32,
-        num_warps=4 if narrow or rows < 128 else 8,
-        num_stages=2,
-    )
+    if narrow or group > 128:
+        rows = max(64, triton.next_power_of_2(group))
+        return PrefillConfig(rows=rows, tile=64 if head_dim <= 128 else 32, num_warps=4, num_stages=2)
+    if head_dim <= 128:  # two such programs on a multiprocessor: one multiplies while the other takes exponentials
+        return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
+    if head_dim <= 256 and _shared_memory(query.device) >= 200 << 10:
+        return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=2)
+    return PrefillConfig(rows=max(64, triton.next_power_of_2(group)), tile=32, num_warps=4, num_stages=2)
+
+
+@lru_cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may use."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def _scale(pages: Pages) -> Tensor:

@@ -231,20 +231,3 @@ def tile_words(ptr, stride, block, row_in_block, WORDS: gl.constexpr, TILE: gl.c
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, L))
     base = ptr.to(gl.pointer_type(gl.int32)) + (block * (stride // PARTS) + row_in_block * WORDS)
     return base + n[:, None] * WORDS + word[None, :]
-
-
-@gluon.jit
-def prefetch_tile(ptr, stride, block, row_in_block, WORDS: gl.constexpr, TILE: gl.constexpr):
-    """Ask for a tile to be in the L2 cache soon: one instruction of a lane per 128 bytes, and no register."""
-    PARTS: gl.constexpr = parts(ptr.dtype.element_ty)
-    LINES: gl.constexpr = TILE * WORDS // 32
-    line = gl.arange(0, LINES, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    base = ptr.to(gl.pointer_type(gl.int32)) + (block * (stride // PARTS) + row_in_block * WORDS)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [(base + line * 32).to(gl.int64)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
