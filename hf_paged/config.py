@@ -17,6 +17,8 @@ KV_FORMATS = ("auto", "fp8", "int8", "int4")
 
 AUTO_QUALITY = "auto-quality"  # as kv_cache_dtype: the cheapest formats within a measured perplexity budget
 
+MAX_NUM_SEQS = 65536  # each keeps a row in the block tables and in the sampler
+
 AutoBool = bool | Literal["auto"]
 
 
@@ -72,7 +74,7 @@ class EngineConfig:
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, minimum=0.0, maximum=1.0)
         if self.gpu_memory_utilization == 0:
             refuse("gpu_memory_utilization", self.gpu_memory_utilization, "a number above 0, at most 1")
-        check_int("max_num_seqs", self.max_num_seqs, minimum=1)
+        check_int("max_num_seqs", self.max_num_seqs, minimum=1, maximum=MAX_NUM_SEQS)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, minimum=1)
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, minimum=2)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_paged.config import EngineConfig, KVGroup
+from hf_paged.config import EngineConfig, KVGroup, refuse
 from hf_paged.fusion import fuse, not_fused
 from hf_paged.kernels.rng import derive_seed
 from hf_paged.kv_cache import KVCache
@@ -32,7 +32,7 @@ from hf_paged.kv_mix import resolve_quality
 from hf_paged.kv_protection import plan_storage
 from hf_paged.layer_probe import LayerSpec
 from hf_paged.logprobs import LogprobsTensors, gather_logprobs
-from hf_paged.memory import GIB, check_size, resolve_num_blocks
+from hf_paged.memory import GIB, call_num_blocks, check_size, resolve_num_blocks
 from hf_paged.model_runner import ModelRunner, StepLogits, prompt_logits
 from hf_paged.model_view import build_view
 from hf_paged.output_processor import OutputProcessor
@@ -74,7 +74,7 @@ class Engine:
         model: any supported causal language model; it is not changed.
         config: what may be "auto" or None is resolved here.
         tokenizer: for text and stop strings; without one, requests are ids in and ids out.
-        pool_tokens: size the pool for this many tokens instead of by the free memory.
+        pool_tokens: size the pool for this many tokens, if half the free memory holds them.
 
     Raises:
         ValueError: the model cannot be paged or lies on several devices, or the memory holds no cache.
@@ -96,7 +96,9 @@ class Engine:
         self.max_model_len = resolve_max_model_len(config, model)
         empty = KVCache(specs, formats, num_blocks=0, block_size=config.block_size)
         if config.num_blocks is None and pool_tokens is not None:
-            num_blocks = math.ceil(pool_tokens / config.block_size) * len(empty.groups) + 1
+            groups, size = len(empty.groups), config.block_size
+            rows, longest = (math.ceil(tokens / size) * groups for tokens in (pool_tokens, self.max_model_len))
+            num_blocks = call_num_blocks(rows, longest, empty, packed.device)
         else:
             num_blocks = resolve_num_blocks(config, packed, empty, max_model_len=self.max_model_len)
         self.config = replace(config, num_blocks=num_blocks, max_model_len=self.max_model_len)
@@ -123,6 +125,7 @@ class Engine:
         )
         self._depth = 1 if asynchronous else 0
         self._launched: deque[LaunchedStep] = deque()
+        self.failure: Exception | None = None  # of the latest step that failed
 
     def add_request(
         self,
@@ -143,6 +146,8 @@ class Engine:
         Raises:
             ValueError: the request can never run; it was not accepted.
         """
+        if not isinstance(params, SamplingParams):
+            refuse("params", params, "a SamplingParams")
         ids = self._checked_ids(prompt_token_ids)
         if params.stop and self.outputs.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer, and this engine has none; use stop_token_ids")
@@ -150,7 +155,8 @@ class Engine:
         self.outputs.check_new(request_id)
         leader = Request(f"{request_id}/0", ids, params)
         forked = replace(params, prompt_logprobs=None)  # the leader reports the prompt
-        requests = [leader, *(Request(f"{request_id}/{i}", ids, forked, parent=leader) for i in range(1, params.n))]
+        others = (Request(f"{request_id}/{i}", ids, forked, parent=leader, index=i) for i in range(1, params.n))
+        requests = [leader, *others]
         for request in requests:  # what refuses one refuses the first
             self.scheduler.add(request)
         try:
@@ -192,6 +198,7 @@ class Engine:
             if not isinstance(error, Exception):  # an interrupt: whoever steps the engine aborts its requests
                 raise
             logger.exception("a step of %d requests failed", len(plan.scheduled))
+            self.failure = error.with_traceback(None)  # frames hold tensors
             failed = [item.request for item in plan.scheduled if not item.request.is_finished]
             for request in failed:
                 self._fail(request, error)
@@ -293,7 +300,7 @@ class Engine:
         seed = request.params.seed
         if seed is None:
             return derive_seed(self.config.seed, request.arrival)
-        return derive_seed(seed, int(request.request_id.rpartition("/")[2]))
+        return derive_seed(seed, request.index)
 
 
 def _check_one_device(specs: Sequence[LayerSpec]) -> None:

@@ -121,7 +121,8 @@ def _run_free(
             for output in engine.step():
                 completion = output.outputs[0]
                 if completion.finish_reason == FinishReason.ERROR.value:
-                    raise RuntimeError(f"generation failed: {output.error}")
+                    # dense generate's callers expect its own exceptions: OutOfMemoryError, say, to try fewer rows
+                    raise engine.failure or RuntimeError(f"generation failed: {output.error}")
                 if streamer is not None:
                     streamer.put(torch.tensor(completion.token_ids[streamed:]))
                     streamed = len(completion.token_ids)

@@ -185,15 +185,26 @@ class KVCache:
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks to CPU memory, (block, host block) each. Ordered by the current stream, does not wait."""
-        for block, host_block in pairs:
-            for slot, host in zip(self._slots, self._host, strict=True):
-                host[host_block].copy_(slot[block], non_blocking=True)
+        if not pairs:
+            return
+        blocks, runs = _runs([(host_block, block) for block, host_block in pairs])
+        for slot, host in zip(self._slots, self._host, strict=True):
+            blocks = blocks.to(slot.device, non_blocking=True)
+            rows = slot.index_select(0, blocks)
+            for mine, theirs in runs:
+                host[theirs].copy_(rows[mine], non_blocking=True)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks back from CPU memory, (host block, block) each. Ordered by the current stream, does not wait."""
-        for host_block, block in pairs:
-            for slot, host in zip(self._slots, self._host, strict=True):
-                slot[block].copy_(host[host_block], non_blocking=True)
+        if not pairs:
+            return
+        blocks, runs = _runs(pairs)
+        for slot, host in zip(self._slots, self._host, strict=True):
+            blocks = blocks.to(slot.device, non_blocking=True)
+            rows = slot.new_empty((len(blocks), slot.shape[1]))
+            for mine, theirs in runs:
+                rows[mine].copy_(host[theirs], non_blocking=True)
+            slot.index_copy_(0, blocks, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,3 +271,18 @@ def _token_bytes(spec: LayerSpec, fmt: LayerFormat) -> int:
     sides = ((spec.head_dim, fmt.k_codes), (spec.v_head_dim, fmt.v_codes))
     parts = [part for dim, codes in sides for part in (_code_part(dim, codes, spec.dtype), _scale_part(dim, codes))]
     return spec.kv_heads * sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
+
+
+def _runs(pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, list[tuple[slice, slice]]]:
+    """What (host block, block) pairs need in few copies: blocks in the order of their host blocks, and the stretches of
+    neighbouring host blocks, as (slice of the blocks, slice of the host blocks).
+    """
+    ordered = sorted(pairs)
+    runs: list[tuple[slice, slice]] = []
+    for i, (host_block, _) in enumerate(ordered):
+        if runs and runs[-1][1].stop == host_block:
+            mine, theirs = runs.pop()
+            runs.append((slice(mine.start, i + 1), slice(theirs.start, host_block + 1)))
+        else:
+            runs.append((slice(i, i + 1), slice(host_block, host_block + 1)))
+    return torch.tensor([block for _, block in ordered], dtype=torch.long), runs

@@ -14,7 +14,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_paged.config import EngineConfig
+from hf_paged.config import EngineConfig, refuse
 from hf_paged.engine import Engine
 from hf_paged.model_view import ModelFingerprint
 from hf_paged.outputs import CompletionOutput, RequestOutput
@@ -65,6 +65,8 @@ class LLM:
             if str(device).startswith("cuda") and not torch.cuda.is_available():
                 raise ValueError(f"device={device!r} is not allowed; allowed: 'cpu', PyTorch finds no CUDA device here")
             model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=device)
+        elif not isinstance(model, PreTrainedModel):
+            refuse("model", model, "a model folder, a hub name or a loaded Transformers model")
         elif device is not None:
             raise ValueError(f"device={device!r} is for models loaded by name; this model is already on a device")
         if isinstance(tokenizer, str | os.PathLike):

@@ -46,9 +46,12 @@ def resolve_num_blocks(config: EngineConfig, model: PackedModel, empty: KVCache,
     useful = config.max_num_seqs * math.ceil(max_model_len / config.block_size) * len(empty.groups) + 1
     num_blocks = min(free // empty.block_bytes, useful)
     if num_blocks < 2:
+        remedy = "free memory, or give num_blocks"
+        if device.type == "cuda":
+            remedy = "raise gpu_memory_utilization or lower max_num_batched_tokens"
         raise ValueError(
             f"{free / GIB:.2f} GiB are left for the KV cache, less than two blocks of {empty.block_bytes} bytes; "
-            "raise gpu_memory_utilization or lower max_num_batched_tokens"
+            f"{remedy}"
         )
     logger.info(
         "KV cache: %d blocks of %d tokens, %.2f GiB, %s",
@@ -58,6 +61,23 @@ def resolve_num_blocks(config: EngineConfig, model: PackedModel, empty: KVCache,
         config.kv_cache_dtype,
     )
     return num_blocks
+
+
+def call_num_blocks(rows_blocks: int, longest_blocks: int, empty: KVCache, device: torch.device) -> int:
+    """Blocks of a pool for one call, the null block included: all that its rows can ever use, if half the free memory
+    holds them, else what that holds, but always the longest row. Rows seldom use all that `max_new_tokens` allows, and
+    those that find no block wait.
+
+    Args:
+        rows_blocks: what all rows use at their longest, in all groups.
+        longest_blocks: what one row uses at its longest.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    else:
+        free = psutil.virtual_memory().available
+    return min(rows_blocks, max(free // 2 // empty.block_bytes, longest_blocks)) + 1
 
 
 def check_size(asked: str, num_bytes: int, device: torch.device) -> None:

@@ -109,6 +109,8 @@ class PagedCache(Cache):
         num_blocks: int | None = None,
     ) -> None:
         config = model.config if isinstance(model, PreTrainedModel) else model
+        if not isinstance(config, PreTrainedConfig):
+            refuse("model", model, "a Transformers model or its config")
         text = config.get_text_config(decoder=True)
         options = EngineConfig(
             block_size=block_size,

@@ -49,6 +49,7 @@ class Request:
         "error",
         "finish_reason",
         "first_live",
+        "index",
         "is_held",
         "max_total_tokens",
         "num_cached_blocks",
@@ -67,9 +68,16 @@ class Request:
     )
 
     def __init__(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, parent: Request | None = None
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        parent: Request | None = None,
+        index: int = 0,
     ) -> None:
         self.request_id = request_id
+        self.index = index  # among the n sequences of one prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.parent = parent

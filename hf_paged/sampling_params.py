@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hf_paged.config import check_bool, check_float, check_int, refuse
 
 MAX_LOGPROBS = 20
+MAX_N = 16384  # every sequence is a request of its own from the start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class SamplingParams:
         return self.temperature == 0
 
     def _check_distribution(self) -> None:
-        check_int("n", self.n, minimum=1)
+        check_int("n", self.n, minimum=1, maximum=MAX_N)
         check_float("temperature", self.temperature, minimum=0.0)
         check_float("top_p", self.top_p, minimum=0.0, maximum=1.0)
         if self.top_p == 0:

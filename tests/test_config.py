@@ -29,6 +29,7 @@ from hf_paged.config import EngineConfig, KVGroup, parse_kv_cache_dtype
         ("gpu_memory_utilization", 0),
         ("gpu_memory_utilization", 1.5),
         ("max_num_seqs", 0),
+        ("max_num_seqs", 10**12),  # each keeps a row in host memory
         ("max_num_batched_tokens", True),
         ("max_model_len", 1),
         ("enable_prefix_caching", 1),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from hf_paged import LLM, RequestOutput, SamplingParams
+from hf_paged import LLM, PagedCache, RequestOutput, SamplingParams
 from hf_paged.config import EngineConfig
 from hf_paged.engine import Engine
 from hf_paged.layer_probe import LayerSpec
@@ -425,3 +426,15 @@ def test_prompts_may_be_arrays_and_nothing_else_is_taken_for_ids(model: PreTrain
         with pytest.raises(ValueError, match=r"sampling_params=.*allowed"):
             engine.generate([[5]], params, use_tqdm=False)  # type: ignore[arg-type]  # wrong on purpose
     assert not engine.engine.has_work
+
+
+def test_what_is_no_model_and_what_are_no_params_are_refused_by_name(model: PreTrainedModel) -> None:
+    """Not by an AttributeError from the depth."""
+    wrong: Any = 5
+    for make in (LLM, PagedCache):
+        with pytest.raises(ValueError, match="model=5 is not allowed"):
+            make(wrong)
+    engine = llm(model).engine
+    with pytest.raises(ValueError, match="params=None is not allowed"):
+        engine.add_request("a", [5], None)  # type: ignore[arg-type]
+    assert not engine.has_work

@@ -1,7 +1,10 @@
 """The storage of keys and values: rows of bytes, typed pages, groups of layers."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_paged.kernels.layout import GroupPages, PlainPages, ScaledPages
 from hf_paged.kv_cache import KVCache, group_layers, layer_formats
@@ -129,3 +132,26 @@ def test_swapped_blocks_come_back_as_they_were(kv_cache_dtype: str) -> None:
     cache.swap_in([(1, 1), (0, 3)])
     for slot, row in zip(cache._slots, rows, strict=True):
         assert (slot[1] == row[4]).all() and (slot[3] == row[2]).all()
+
+
+def test_swapping_neighbours_is_one_copy_per_slot() -> None:
+    """A long request has thousands of blocks and a model dozens of slots: a copy of each pair would stall the step."""
+    cache = cache_of([spec(0), spec(1)])
+    cache.allocate_host(4 * cache.block_bytes)
+    rows = [slot.random_().clone() for slot in cache._slots]
+    with Copies() as copies:
+        cache.swap_out([(4, 2), (1, 0), (3, 1)])
+        cache.swap_in([(2, 4), (0, 1), (1, 3)])
+        cache.swap_out([])
+    assert copies.count == 2 * len(cache._slots)
+    assert all(torch.equal(slot, row) for slot, row in zip(cache._slots, rows, strict=True))
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies from tensor to tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket is torch.ops.aten.copy_
+        return func(*args, **(kwargs or {}))

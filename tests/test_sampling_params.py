@@ -15,6 +15,7 @@ from hf_paged.sampling_params import SamplingParams
     [
         ("n", 0),
         ("n", True),
+        ("n", 10**9),  # each is a request of its own
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", "1"),

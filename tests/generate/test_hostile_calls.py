@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,3 +154,35 @@ def test_ids_at_the_edge_of_the_vocabulary_are_served(model: PreTrainedModel) ->
     ids = torch.tensor([[VOCAB - 1, 0, VOCAB - 1]])
     mask = torch.ones_like(ids)
     assert torch.equal(call(model, ids, attention_mask=mask, **PAGED), call(model, ids, attention_mask=mask))
+
+
+def test_an_allocator_that_refuses_is_the_callers_exception_as_in_dense_generate(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that tries again with fewer rows catches OutOfMemoryError, by its type."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    call(model, ONE, **PAGED)
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_paged.model_runner.write_kv", refuse)
+        patch.setattr("hf_paged.model_runner.rope_write", refuse)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            call(model, ONE, **PAGED)
+    assert torch.equal(call(model, ONE, **PAGED), call(model, ONE))
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["free running", "lockstep"])
+def test_rows_that_could_fill_the_memory_wait_instead(monkeypatch: pytest.MonkeyPatch, sample: bool) -> None:
+    """max_new_tokens is a limit that few rows reach: a pool for all of it at once may be more than there is."""
+    model = tiny_model("llama")
+    batch = left_padded(prompts((5, 9, 17, 3, 30, 22)))
+    monkeypatch.setattr("hf_paged.memory.psutil.virtual_memory", lambda: SimpleNamespace(available=0, total=1 << 36))
+    options = {**batch, "max_new_tokens": 90, "do_sample": False}
+    if sample:
+        options |= {"repetition_penalty": 1.3}
+    paged = model.generate(**options, **PAGED, cache_config={"block_size": 16})
+    engine = ENGINES.engine_of(model)
+    assert engine is not None and engine.kv_cache.num_blocks * 16 < 6 * 120
+    assert torch.equal(paged, model.generate(**options))
