@@ -110,8 +110,11 @@ def choose_hopper_tiles(m: int, n: int, k: int, multiprocessors: int) -> HopperT
     steps = -(-k // STEP)
     found: list[tuple[float, HopperTiles]] = []
     for shape in SHAPES:
-        blocks = -(-n // shape.tiles.rows) * -(-m // shape.tiles.block_m)
+        blocks_m = -(-m // shape.tiles.block_m)
+        blocks = -(-n // shape.tiles.rows) * blocks_m
         if shape.tiles.many:
+            if blocks_m > 4:  # `lock_count` has room for four
+                continue
             whole = multiprocessors // blocks * blocks  # then no program works on two tiles
             programs = min(whole if whole > 0.96 * multiprocessors else multiprocessors, blocks * steps)
             cost = blocks * steps / programs * shape.unit + shape.end

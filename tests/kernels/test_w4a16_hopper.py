@@ -98,7 +98,7 @@ def test_every_launch_compiles_and_fits_a_multiprocessor(tiles: HopperTiles) -> 
 
 def test_a_launch_covers_the_weight_and_its_locks_suffice() -> None:
     """More locks than there are corrupt memory; a cluster that has to wait for a place doubles the time."""
-    for m, n, k in itertools.product((1, 17, 64, 100, 128, 256), (16, 576, 4096, 57344), (128, 1504, 28672)):
+    for m, n, k in itertools.product((1, 17, 64, 100, 128, 200, 256), (16, 576, 2048, 4096, 57344), (128, 1504, 28672)):
         tiles = choose_hopper_tiles(m, n, k, 132)
         blocks = -(-n // tiles.rows) * -(-m // tiles.block_m)
         if tiles.many:
