@@ -33,6 +33,7 @@ from hf_paged.kernels.reshape_and_cache import write_kv
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+CAPABILITY = torch.cuda.get_device_capability() if CUDA else (0, 0)
 HALF = {"dtype": torch.float16, "k_format": torch.float16}
 INT8 = {"dtype": torch.float16, "k_format": torch.int8}
 FP8 = {"dtype": torch.float16, "k_format": torch.float8_e4m3fn}
@@ -289,6 +290,18 @@ def test_the_int4_register_kernel_equals_the_definition(
     assert decode_int4.fits(on_gpu.query, on_gpu.layer)
     default = choose_config(on_gpu.query, on_gpu.layer, 5, 333)
     check(run_decode(case, replace(default, programs=programs, least=1)), definition(case), shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("longest", [90, 3000], ids=["alike", "one stands out"])
+def test_many_heads_on_the_gpu_are_whole_or_shared(longest: int) -> None:
+    """The launch of a large batch on 16-bit pages; one long sequence must not be one program's."""
+    seq_lens = (longest, *(i % 91 for i in range(255)))
+    shape = Shape(q_lens=(1,) * 256, seq_lens=seq_lens, kv_heads=8, group=2, head_dim=128, block_size=32)
+    shape = replace(shape, k_format=torch.bfloat16, dtype=torch.bfloat16)
+    case = to_device(make_case(shape), "cuda")
+    config = DecodeConfig(tile=32, num_warps=2, programs=792, whole=True, overlap=CAPABILITY >= (9, 0))
+    check(run_decode(case, config), definition(case), shape)
 
 
 @pytest.mark.gpu
