@@ -15,29 +15,33 @@ _DPI = 150
 
 
 def plot_perplexity(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Change of the perplexity against bytes per token, one panel per model; `rows` as in the JSON of the command."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
+    """Change of the perplexity against bytes per token, one panel per model; `rows` as in the JSON of the command.
+
+    A format has one colour; hollow is naive. The scale of changes is linear up to 0.1%, then logarithmic.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.6 * len(models), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(models), squeeze=False)[0]
+    models, formats = (list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "kv_cache_dtype"))
+    figure = Figure(figsize=(4.2 * len(models) + 1.6, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
     for panel, model in zip(panels, models, strict=True):
         for row in rows:
             if row["model"] == model:
-                at = (row["bytes_per_token"], 100 * row["change"])
-                panel.errorbar(*at, 100 * row["change_stderr"], fmt="o", capsize=3)
-                panel.annotate(_name(row), at, (6, 6), textcoords="offset points", fontsize=8)
+                name = row["kv_cache_dtype"]
+                is_naive = row["kv_scales"] == "off" and name != "auto"
+                panel.errorbar(
+                    row["bytes_per_token"], 100 * row["change"], 100 * row["change_stderr"], fmt="o", capsize=3,
+                    color=f"C{formats.index(name)}", markerfacecolor="none" if is_naive else None,
+                    label=f"{name} naive" if is_naive else name,
+                )  # fmt: skip
         panel.axhline(0, color="0.7", linewidth=0.8)
-        panel.margins(x=0.25, y=0.2)
+        panel.set_yscale("symlog", linthresh=0.1)
         panel.set_title(Path(model).name, fontsize=10)
         panel.set_xlabel("KV bytes per token")
     panels[0].set_ylabel("change of perplexity, %")
+    handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
     figure.savefig(file, dpi=_DPI)
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    name: str = row["kv_cache_dtype"]
-    return f"{name} naive" if row["kv_scales"] == "off" and name != "auto" else name
 
 
 def plot_heat_maps(
