@@ -157,7 +157,8 @@ class FusedAttention:
         tokens = hidden_states.shape[-2]
         parts = self.projections(hidden_states)
         if self.interleaved_heads:
-            return parts[0].view(tokens, self.num_heads, 3, -1).unbind(2)
+            query, key, value = parts[0].view(tokens, self.num_heads, 3, -1).unbind(2)
+            return query, key, value
         query, key, value = parts
         return (
             query.view(tokens, self.num_heads, -1),

@@ -93,7 +93,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: Rope, derived: dict[Any, A
 
 def _pairs(x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     """The first and the second channel of every pair, `[..., rotary_dim / 2]` each, as views."""
-    return (x[..., 0::2], x[..., 1::2]) if rope.interleaved else x.chunk(2, -1)
+    if rope.interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    first, second = x.chunk(2, -1)
+    return first, second
 
 
 def _angles(cos: Tensor, sin: Tensor, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
 """The one packed linear: takes the place of `nn.Linear` (and GPT-2's Conv1D) whatever file the weight came from.
 
 Everything it owns is a parameter or a buffer, so `.to()`, `deepcopy`, `state_dict` and accelerate's dispatch see all
-of it. Its state is the kernels' layout; `file_tensors` gives back the layout it was read from. It does not train. On
-CPU the weight is used through torch's int4 kernel (bf16, few rows) or a cached plain copy in the activation's dtype: 8
-or 4 times the packed size, built at the first forward; `cpu_cache = False` trades it for unpacking at every call.
+of it, but for what a CPU derives from it, which copies of a model share (`CPUWeights`). Its state is the kernels'
+layout; `file_tensors` gives back the layout it was read from. It does not train. On CPU the weight is used through
+torch's int4 kernel (bf16, few rows) or a cached plain copy in the activation's dtype: 8 or 4 times the packed size,
+built at the first forward; `cpu_cache = False` trades it for unpacking at every call.
 """
 
 from __future__ import annotations
@@ -23,6 +24,24 @@ from hf_paged.quant.weight import QuantizedWeight
 _INT4_MAX_ROWS = 32  # torch's CPU int4 kernel streams the weights once per row block: beyond this the plain copy wins
 
 
+class CPUWeights:
+    """Forms of one packed weight that a CPU computes with, made when they are first needed.
+
+    No buffers: a view of a model (a deep copy that shares its parameters) uses the very same, and they are no part of
+    what the model is.
+    """
+
+    def __init__(self) -> None:
+        self.dense: Tensor | None = None  # [N, K] in the activation's dtype
+        self.int4: tuple[Tensor, Tensor] | None = None  # words and (scale, offset) pairs of torch's int4 kernel
+
+    def __deepcopy__(self, memo: dict[int, object]) -> CPUWeights:
+        return self
+
+    def __reduce__(self) -> tuple[type[CPUWeights], tuple[()]]:
+        return CPUWeights, ()
+
+
 class PackedLinear(nn.Module):
     """y = x W^T + b with W packed. Built empty (on any device) from a file's layout, filled by `load`."""
 
@@ -30,9 +49,6 @@ class PackedLinear(nn.Module):
     zeros: Tensor | None
     bias: Tensor | None
     locks: Tensor
-    dense: Tensor | None
-    int4: Tensor | None
-    int4_scales: Tensor | None
 
     def __init__(self, layout: Layout, *, bias: bool, dtype: torch.dtype, scales_dtype: torch.dtype) -> None:
         super().__init__()
@@ -46,8 +62,7 @@ class PackedLinear(nn.Module):
         self.perm = _parameter((k,), torch.int32)
         self.bias = _parameter((n,), dtype) if bias else None
         self.register_buffer("locks", torch.zeros(lock_count(n), dtype=torch.int32), persistent=False)
-        for name in ("dense", "int4", "int4_scales"):
-            self.register_buffer(name, None, persistent=False)
+        self.on_cpu = CPUWeights()
 
     @property
     def packed_weight(self) -> PackedWeight:
@@ -66,6 +81,7 @@ class PackedLinear(nn.Module):
 
     def load(self, weight: QuantizedWeight) -> None:
         """Take over a weight read from a file. `zeros` and `perm` stay only where the weight needs them."""
+        self.on_cpu = CPUWeights()
         for name, value in packed_parameters(weight).items():
             setattr(self, name, None if value is None else nn.Parameter(value, requires_grad=False))
 
@@ -89,17 +105,18 @@ class PackedLinear(nn.Module):
             return packed_linear(x, self.packed_weight, self.bias, self.locks)
         gathered = x if self.perm is None else x.index_select(1, self.perm)
         if x.dtype == torch.bfloat16 and x.shape[0] <= _INT4_MAX_ROWS and self._fits_int4():
-            if self.int4 is None:
+            if self.on_cpu.int4 is None:
                 with torch.inference_mode(False):
-                    self.int4, self.int4_scales = _int4_weights(self.packed_weight)
+                    self.on_cpu.int4 = _int4_weights(self.packed_weight)
+            words, scales = self.on_cpu.int4
             out = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                gathered.contiguous(), self.int4, self.layout.group_size, self.int4_scales
+                gathered.contiguous(), words, self.layout.group_size, scales
             )
             return out if self.bias is None else out + self.bias
-        if self.dense is None or self.dense.dtype != x.dtype:
+        if self.on_cpu.dense is None or self.on_cpu.dense.dtype != x.dtype:
             with torch.inference_mode(False):
-                self.dense = dequantize_reference(self.packed_weight, x.dtype)
-        return nn.functional.linear(gathered, self.dense, self.bias)
+                self.on_cpu.dense = dequantize_reference(self.packed_weight, x.dtype)
+        return nn.functional.linear(gathered, self.on_cpu.dense, self.bias)
 
     def _fits_int4(self) -> bool:
         group = self.layout.group_size
@@ -111,7 +128,7 @@ class PackedLinear(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        self.dense = self.int4 = self.int4_scales = None  # derived; rebuilt where they are needed
+        self.on_cpu = CPUWeights()  # made again where it is needed
         return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:

@@ -28,7 +28,7 @@ from hf_paged.quant.header import Header, read_header, torch_dtype
 from hf_paged.quant.kv_scales import read_kv_scales
 from hf_paged.quant.layout import Layout
 from hf_paged.quant.linear import PackedLinear
-from hf_paged.quant.plan import Plan, Planner
+from hf_paged.quant.plan import Plan, Planner, refuse_problems
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +107,7 @@ class CheckpointLoader(HfQuantizer):
                 except ValueError as error:
                     self.problems.append(str(error))
         self.problems += check_values(model)
-        if self.problems:
-            shown = "\n  ".join(self.problems[:8])
-            raise ValueError(f"this checkpoint cannot be used ({len(self.problems)} problems):\n  {shown}")
+        refuse_problems("used", self.problems)
         if self.quantization_config.self_check:
             check_kernels(model)
         logger.info("%d packed linears, %d expert layers", len(self.plan.linears), len(self.plan.experts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -79,10 +79,7 @@ class Planner:
         for name, projections in experts.items():
             self._attempt(self._plan_experts, name, projections)
         self._check_plain(plain)
-        if self.problems:
-            shown = "\n  ".join(self.problems[:_SHOWN])
-            more = f"\n  ... and {len(self.problems) - _SHOWN} more" if len(self.problems) > _SHOWN else ""
-            raise ValueError(f"this checkpoint cannot be loaded ({len(self.problems)} problems):\n  {shown}{more}")
+        refuse_problems("loaded", self.problems)
         return self.plan
 
     def _attempt(self, step: object, *arguments: object) -> None:
@@ -233,6 +230,14 @@ class Planner:
     def _ignored(self, name: str, *, missing: bool = False) -> bool:
         kind = "_keys_to_ignore_on_load_missing" if missing else "_keys_to_ignore_on_load_unexpected"
         return any(re.search(pattern, name) for pattern in getattr(self.model, kind, None) or ())
+
+
+def refuse_problems(verb: str, problems: Sequence[str]) -> None:
+    """Raise one ValueError that lists the problems, the first few in full, unless there are none."""
+    if problems:
+        shown = "\n  ".join(problems[:_SHOWN])
+        more = f"\n  ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ValueError(f"this checkpoint cannot be {verb} ({len(problems)} problems):\n  {shown}{more}")
 
 
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:

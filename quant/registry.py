@@ -7,7 +7,7 @@ fly).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers.quantizers import auto
@@ -36,9 +36,30 @@ class _Entry:
         return self.original(quantization_config, **kwargs)
 
 
+class _Supports:
+    """In place of Transformers' check of a `quant_method`, which skips an unknown one with a warning: then the packed
+    tensors are left unused, and the linears that miss them stay random.
+    """
+
+    def __init__(self, original: staticmethod[..., bool]) -> None:
+        self.original = original
+
+    def __call__(self, fields: Mapping[str, Any]) -> bool:
+        if self.original(fields):
+            return True
+        known = ", ".join(sorted(_tables()[1]))
+        raise ValueError(
+            f"quant_method={fields.get('quant_method')!r} is not allowed; allowed: {known}. If the weights are plain, "
+            "remove quantization_config from config.json"
+        )
+
+
 def register() -> None:
-    """Take over the quantized checkpoints named above. Idempotent."""
+    """Take over the quantized checkpoints named above, and refuse those of unknown methods. Idempotent."""
     quantizers, config_classes = _tables()
+    check = vars(auto.AutoHfQuantizer)["supports_quant_method"]
+    if not isinstance(check, _Supports):
+        auto.AutoHfQuantizer.supports_quant_method = _Supports(check)  # type: ignore[method-assign]  # a static method
     for method, config_class in _CONFIGS.items():
         if not isinstance(quantizers[method], _Entry):
             quantizers[method] = _Entry(quantizers[method], config_classes[method])
@@ -48,6 +69,9 @@ def register() -> None:
 def unregister() -> None:
     """Give Transformers its own entries back. Idempotent; models already loaded keep working."""
     quantizers, config_classes = _tables()
+    check = vars(auto.AutoHfQuantizer)["supports_quant_method"]
+    if isinstance(check, _Supports):
+        auto.AutoHfQuantizer.supports_quant_method = check.original  # type: ignore[method-assign]  # as above
     for method in _CONFIGS:
         entry = quantizers[method]
         if isinstance(entry, _Entry):

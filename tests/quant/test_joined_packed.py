@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_paged.joined_linear import join_parameters
 from hf_paged.quant.joined_packed import JoinedPackedLinear, obstacle
 from hf_paged.quant.layout import Layout
-from hf_paged.quant.linear import PackedLinear
+from hf_paged.quant.linear import CPUWeights, PackedLinear
 from hf_paged.quant.weight import QuantizedWeight
 
 IN, GROUP = 128, 32
@@ -57,7 +57,7 @@ def test_the_joined_product_is_the_products_side_by_side(options: tuple[dict[str
     for part, whole in zip(joined(x), expected, strict=True):
         torch.testing.assert_close(part, whole, rtol=1e-5, atol=1e-4)
     for module, whole in zip(linears, expected, strict=True):  # the originals go on, from rows of the joined codes
-        module.dense = None
+        module.on_cpu = CPUWeights()
         assert torch.equal(module(x), whole)
     addresses = [module.packed.data_ptr() for module in linears]
     assert addresses[1] - addresses[0] == linears[0].packed.numel() * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hf_paged.model_view import ModelFingerprint, build_view
 from hf_paged.quant.check import check_layer
 from hf_paged.quant.experts import PackedExperts
 from hf_paged.quant.formats import read
@@ -300,7 +302,7 @@ def test_the_cpu_paths_agree(tmp_path: Path) -> None:
     linear.cpu_cache = False
     plain = linear(x)
     truth = x.float() @ integers.dequantize().t()
-    assert linear.int4 is not None and linear.dense is not None
+    assert linear.on_cpu.int4 is not None and linear.on_cpu.dense is not None
     for out, expected in ((few, truth[:4]), (many, truth), (plain, truth)):
         # scales and outputs are rounded to bf16 (2 ** -9 each), sums average the first
         assert float((out.float() - expected).abs().max() / expected.abs().max()) < 2**-7
@@ -320,3 +322,18 @@ def test_the_self_check_passes_good_layers_and_names_a_wrong_one(
         monkeypatch.setattr(module, "forward", lambda x, right=right: right(x) + (torch.arange(96) == 3))
         with pytest.raises(RuntimeError, match=r"layer .*differs from its definition by .*self_check=False"):
             check_layer("layer", module, torch.float16, torch.device("cpu"))
+
+
+def test_what_a_cpu_derives_from_packed_weights_is_shared_by_views_and_changes_no_fingerprint(tmp_path: Path) -> None:
+    """As buffers the plain copies made the first call's view stale, and every view held one of its own."""
+    write_model(tiny_model("llama"), tmp_path, GPTQ)
+    model = _load(tmp_path)
+    before, view = ModelFingerprint(model), build_view(model)
+    model(torch.tensor([[3, 4]]))
+    assert ModelFingerprint(model).structure == before.structure
+    mine, theirs = (m.model.layers[0].mlp.up_proj.on_cpu for m in (model, view))
+    assert mine is theirs and mine.dense is not None
+    copied = pickle.loads(pickle.dumps(model.model.layers[0].mlp.up_proj))
+    assert copied.on_cpu.dense is None
+    model.to("cpu")
+    assert model.model.layers[0].mlp.up_proj.on_cpu.dense is None and theirs.dense is not None

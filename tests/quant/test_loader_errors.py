@@ -225,3 +225,16 @@ def test_a_config_of_the_wrong_shape_is_named_and_no_attribute_error(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="quantization_config"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_quant_method_that_nobody_knows_is_refused_by_name(tmp_path: Path) -> None:
+    """Transformers skips it with a warning: the packed tensors stay unused and the linears random."""
+    write_model(tiny_model("llama"), tmp_path, GPTQ, config={"quant_method": "gptq-next", "bits": 4})
+    with pytest.raises(ValueError, match=r"quant_method='gptq-next' is not allowed; allowed: .*awq.*gptq"):
+        _load(tmp_path)
+    registry.unregister()
+    try:
+        assert not auto.AutoHfQuantizer.supports_quant_method({"quant_method": "gptq-next"})
+        assert isinstance(vars(auto.AutoHfQuantizer)["supports_quant_method"], staticmethod)
+    finally:
+        registry.register()
