@@ -31,7 +31,7 @@ _BITS = {"int4": 4.5, "fp8": 8.25, "int8": 8.25, "auto": 16.0}
 _FINER = {"int4": "int8", "int8": "auto", "fp8": "auto"}
 
 # What "auto" allows each side, in shares of the output as `LayerScales.error` weighs them; both sides together their
-# root sum of squares. See docs/quality.md for what that costs: int8 some 0.1% of perplexity, fp8 0.5%, int4 1 to 2%.
+# root sum of squares. See docs/smoothing.md for what that costs: int8 some 0.1% of perplexity, fp8 0.5%, int4 1 to 2%.
 ERROR_BUDGETS = {"int8": 0.02, "fp8": 0.045, "int4": 0.06, "auto": 0.0}
 
 

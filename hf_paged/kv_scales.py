@@ -22,7 +22,7 @@ from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.layer_probe import LayerSpec
 
 # An error of the output counts twice if it comes from the keys: it moves attention to other tokens, where an error of
-# values averages out. Perplexity was seen to rise 2 to 5 times as much for like mean squares (docs/quality.md).
+# values averages out. Perplexity was seen to rise 2 to 5 times as much for like mean squares (docs/smoothing.md).
 KEY_WEIGHT = 2.0
 _VERSION = "hf_paged.kv_scales.1"
 
