@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,7 @@ class CalibratedQuantizer:
         grid: Grid,
     ) -> None:
         self.run, self.groups, self.trace, self.config, self.grid = run, groups, trace, config, grid
+        self._coarse = replace(grid, mse=False)  # for searches that round the weight once per candidate
         self.result = LayerResult()
         self._notes: dict[LinearGroup, str] = {}  # why a group's scales were kept out
 
@@ -110,7 +111,7 @@ class CalibratedQuantizer:
                 weight = self._weight(name)
                 with _naming(name):
                     clip = self.config.clip and hessian.tokens > 0 and name not in unclipped
-                    clipped = awq_clip(weight, hessian, self.grid) if clip else weight
+                    clipped = awq_clip(weight, hessian, self._coarse) if clip else weight
                     quantized = rtn(clipped, self.grid, hessian.mean_square if hessian.tokens else None)
                 actual = as_dense(quantized, torch.float32)
                 error = _error(actual - weight.float(), hessian) / _energy(weight, hessian)
@@ -143,7 +144,7 @@ class CalibratedQuantizer:
             names = [name for group in groups for name in group.names]
             with _naming(names[0]):
                 statistics = _merged([hessians[group] for group in groups])
-                scales = awq_scales([self._weight(n) for n in names], statistics, self.grid, share=folding.share)
+                scales = awq_scales([self._weight(n) for n in names], statistics, self._coarse, share=folding.share)
             self._note_changes(folding.apply(layer, scales))
             for group in groups:
                 hessians[group].scale_(scales)
