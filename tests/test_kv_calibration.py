@@ -176,3 +176,19 @@ def test_the_file_of_another_model_and_no_file_are_refused(tmp_path: Path) -> No
 def test_options_that_mean_nothing_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(tiny_model("llama"), num_blocks=8, **options)  # type: ignore[arg-type]  # mixed values
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+def test_a_gpu_reads_the_distributions_that_a_cpu_reads(kv_cache_dtype: str, tmp_path: Path) -> None:
+    """Sums in another order turn a code now and then; an offset applied twice, or a rotation not undone, turns all."""
+    model, file = key_bias(), tmp_path / "kv.safetensors"
+    save_kv_scales(calibrate(packed(model), list(FORMATS), list(FORMATS)), file)
+    cost = divergence(model, kv_cache_dtype=kv_cache_dtype, kv_scales=str(file))
+    here = log_probs(model, kv_cache_dtype=kv_cache_dtype, kv_scales=str(file))
+    view = packed(model.cuda())
+    config = EngineConfig(kv_cache_dtype=kv_cache_dtype, kv_scales=str(file), kv_error_budget="off")
+    (prompt,) = prompts((90,), seed=3)
+    with torch.no_grad():
+        there = paged_log_probs(view, plan_storage(model, view, config).formats, prompt.cuda()).cpu()
+    assert float((here.exp() * (here - there)).sum(-1).mean()) < 0.3 * cost
