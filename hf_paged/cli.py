@@ -7,6 +7,7 @@ everything else to stderr.
 from __future__ import annotations
 
 import logging
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -36,9 +37,18 @@ app.add_typer(bench)
 app.add_typer(evaluate)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"hf-paged {version('hf-paged')}")
+        raise typer.Exit
+
+
 @app.callback()
 def settings(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's choices.")] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     logger = logging.getLogger("hf_paged")
     logger.setLevel(logging.INFO if verbose else logging.WARNING)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Conversation = list[dict[str, str]]
 
+_MAX_TOKENS = 512  # an answer of a chat model ends by itself; this ends one that does not
+
 
 def generate(
     model: cli.Model,
@@ -36,14 +38,18 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message of every chat.")] = None,
     json_output: cli.JSONOutput = False,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate per prompt.")] = SamplingParams.max_tokens,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt, at most.")] = _MAX_TOKENS,
     min_tokens: Annotated[int, typer.Option(help="Tokens before a stop may end it.")] = SamplingParams.min_tokens,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = SamplingParams.temperature,
-    top_p: Annotated[
-        float, typer.Option(help="Likeliest tokens that make up this share; 1 = off.")
-    ] = SamplingParams.top_p,
-    top_k: Annotated[int, typer.Option(help="0 = off.")] = SamplingParams.top_k,
-    min_p: Annotated[float, typer.Option(help="Of the likeliest token's probability; 0 = off.")] = SamplingParams.min_p,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="0 = greedy. Default, as of the next three: the model's generation_config; where that does not sample "
+            "0, or 1 if -n, --seed or one of these three is given."
+        ),
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Likeliest tokens that make up this share; 1 = off.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 = off.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Of the likeliest token's probability; 0 = off.")] = None,
     repetition_penalty: Annotated[float, typer.Option(help="1 = off.")] = SamplingParams.repetition_penalty,
     presence_penalty: Annotated[float, typer.Option(help="0 = off.")] = SamplingParams.presence_penalty,
     frequency_penalty: Annotated[float, typer.Option(help="0 = off.")] = SamplingParams.frequency_penalty,
@@ -52,6 +58,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = SamplingParams.seed,
     kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,
+    skip_layers: cli.SkipLayers = None,
     block_size: cli.BlockSize = EngineConfig.block_size,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks; default: what fits.")] = EngineConfig.num_blocks,
     gpu_memory_utilization: Annotated[
@@ -62,7 +69,7 @@ def generate(
     max_model_len: Annotated[int | None, typer.Option(help="Prompt + output; default: the model's.")] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Share blocks of equal prompt beginnings.")] = True,
     swap_space: Annotated[float, typer.Option(help="GiB of CPU memory for preempted requests.")] = 0.0,
-    fuse: Annotated[bool | None, typer.Option(help="Join small operations into fused ones; default: on a GPU.")] = None,
+    fuse: Annotated[bool | None, typer.Option(help="Join small operations into fused ones; default: yes.")] = None,
     cuda_graphs: Annotated[
         bool | None, typer.Option(help="Replay decode steps as CUDA graphs; default: on a GPU.")
     ] = None,
@@ -73,13 +80,14 @@ def generate(
     options = dict(locals())
     engine_options = cli.engine_options(options | {"seed": None, "enable_prefix_caching": prefix_caching})
     names = {field.name for field in fields(SamplingParams)}
-    params: SamplingParams = cli.checked(
-        SamplingParams, {name: value for name, value in options.items() if name in names} | {"stop": stop or ()}
-    )
+    given = {name: value for name, value in options.items() if name in names and value is not None}
+    cli.checked(SamplingParams, given)
     wanted = list(read_prompts(prompts or [], file))
     if not wanted:
         raise typer.BadParameter("no prompt: give PROMPT, --file, or text on standard input")
     llm = load(model, dtype, device, engine_options)
+    sample = n > 1 or not given.keys().isdisjoint({"seed", "top_p", "top_k", "min_p"})
+    params = SamplingParams(**(own_sampling(llm.model, sample=sample) | given))
     inputs = render(llm, wanted, raw=raw, system=system)
     if len(inputs) == 1 and not json_output and n == 1:
         failed = _stream(llm, inputs[0], params)
@@ -91,10 +99,21 @@ def generate(
 
 
 def load(model: str, dtype: cli.DType, device: str | None, engine_options: dict[str, Any]) -> LLM:
-    from hf_paged.llm import LLM  # loads torch: not for --help and bad use
+    from hf_paged.llm import LLM  # takes a while: not for --help and bad use
 
     cli.quiet_unless_terminal()
     return LLM(cli.existing(model), dtype=dtype.value, device=cli.usable(device), **engine_options)
+
+
+def own_sampling(model: Any, *, sample: bool) -> dict[str, Any]:
+    """How the model's makers sample it, by its `generation_config`; greedily where that says nothing, or plainly if the
+    user wants to `sample`.
+    """
+    config = getattr(model, "generation_config", None)
+    if not getattr(config, "do_sample", False):
+        return {"temperature": 1.0 if sample else 0.0}
+    names = ("temperature", "top_p", "top_k", "min_p")
+    return {name: value for name in names if (value := getattr(config, name, None)) is not None}
 
 
 def read_prompts(arguments: list[str], file: Path | None) -> Iterator[str | Conversation]:

@@ -37,6 +37,10 @@ KVCacheDType = Annotated[
     str, typer.Option(help='auto (the model\'s dtype), fp8, int8, int4, or a pair: "k=int8,v=int4".')
 ]
 BlockSize = Annotated[int, typer.Option(help="Tokens per KV block: 16, 32, 64, 128 or 256.")]
+SkipLayers = Annotated[
+    str | None,
+    typer.Option(help="Layers that keep the model's dtype in the cache, e.g. 0,1,29.", show_default=False),
+]
 JSONOutput = Annotated[bool, typer.Option("--json", help="Write JSON, one object per line.")]
 
 
@@ -107,5 +111,15 @@ def checked(make: Callable[..., R], options: dict[str, Any]) -> R:
 def engine_options(options: dict[str, Any]) -> dict[str, Any]:
     """The `EngineConfig` fields among a command's arguments (None = the default), checked before anything loads."""
     chosen = {field.name: options[field.name] for field in fields(EngineConfig) if options.get(field.name) is not None}
+    if (layers := chosen.get("skip_layers")) is not None:
+        chosen["skip_layers"] = _indices("--skip-layers", layers)
     checked(EngineConfig, chosen)
     return chosen
+
+
+def _indices(option: str, text: str) -> tuple[int, ...]:
+    """ "0,1,29" -> (0, 1, 29)."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{option} {text!r} is not allowed; allowed: numbers with commas between") from None

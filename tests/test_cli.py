@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny_tokenizer import tiny_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from hf_paged import cli_generate
@@ -19,6 +21,7 @@ from hf_paged.cli import app
 from hf_paged.eval.machine import Machine
 from hf_paged.eval.workload import least_seconds, make_workload
 from hf_paged.outputs import CompletionOutput, RequestOutput
+from hf_paged.sampling_params import SamplingParams
 
 LAYERS, KV_HEADS, HEAD_DIM, VOCAB = 2, 2, 16, 97
 CHAT = (
@@ -62,6 +65,8 @@ class FakeLLM:
 
     def __init__(self, chat_template: str | None = CHAT) -> None:
         self.tokenizer = self
+        self.model = SimpleNamespace(generation_config=GenerationConfig())
+        self.params: list[SamplingParams] = []
         self.chat_template = chat_template
 
     def render_chat(self, conversations: list[list[dict[str, str]]]) -> list[dict[str, Any]]:
@@ -70,9 +75,11 @@ class FakeLLM:
         ]
 
     def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[RequestOutput]:
+        self.params.append(params)
         return [self._answer(prompt) for prompt in prompts]
 
     def stream(self, prompt: Any, params: Any) -> Iterator[RequestOutput]:
+        self.params.append(params)
         final = self._answer(prompt)
         for end in range(1, len(final.outputs[0].text) + 1):
             yield self._output(final.outputs[0].text[:end])
@@ -166,6 +173,41 @@ def test_prompts_become_chats_unless_raw_is_asked(tmp_path: Path) -> None:
     assert run("generate", "model", "--file", tmp_path / "chat.jsonl").stdout == "<user:a|assistant:b|user:c>\n"
     assert run("generate", "model", "hi", "--raw").stdout == "<hi>\n"
     assert run("generate", "model", "hi", "--raw", "--system", "be brief").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("makers", "options", "expected"),
+    [
+        ({}, [], {"temperature": 0.0}),
+        ({}, ["-n", "2"], {"temperature": 1.0}),
+        ({}, ["--top-p", "0.9"], {"temperature": 1.0, "top_p": 0.9}),
+        ({}, ["--top-p", "0.9", "--temperature", "0.3"], {"temperature": 0.3, "top_p": 0.9}),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, [], {"temperature": 0.6, "top_k": 20}),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, ["--temperature", "0"], {"temperature": 0.0}),
+    ],
+)
+def test_a_model_is_sampled_as_its_makers_say_unless_the_user_says_otherwise(
+    fake: FakeLLM, makers: dict[str, Any], options: list[str], expected: dict[str, Any]
+) -> None:
+    """Temperature 1 for every model turns small chat models into babblers, and 16 tokens cut every answer."""
+    fake.model.generation_config = GenerationConfig(**makers)
+    assert run("generate", "model", "hi", *options).exit_code == 0
+    (params,) = fake.params
+    assert {name: getattr(params, name) for name in expected} == expected
+    assert params.max_tokens == 512
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert run("--version").stdout == f"hf-paged {importlib.metadata.version('hf-paged')}\n"
+
+
+def test_layers_to_skip_are_numbers_with_commas_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(cli_generate, "load", lambda *arguments: seen.append(arguments[3]) or FakeLLM())
+    assert run("generate", "model", "hi", "--skip-layers", "0,1").exit_code == 0
+    assert seen[0]["skip_layers"] == (0, 1)
+    result = run("generate", "model", "hi", "--skip-layers", "first")
+    assert result.exit_code == 2 and "'first' is not allowed" in " ".join(result.stderr.split())
 
 
 def test_a_model_without_chat_template_gets_the_prompt_as_it_is(fake: FakeLLM) -> None:
