@@ -19,7 +19,8 @@ from hf_paged.quant.layer_linears import LinearGroup, get_weight, linear_shape
 from hf_paged.quant.unfused_experts import UnfusedExperts
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of what the layer adds: rounding
-_NOTICED = 10  # times that much must change when only the producer is divided
+_NOTICED = 1e-3  # of what the layer adds: dividing the producer alone must change at least that
+_UNDONE = 0.1  # of that change, at most, is left when the readers are multiplied (powers of two: nearly nothing)
 _ATTENTION_ARGUMENTS = ("attention_mask", "position_embeddings")
 
 
@@ -215,7 +216,6 @@ def _holds(layer: nn.Module, folding: Folding, trace: LayerTrace, expected: Tens
     scales = 1.0 + (classes % 3 == 0).float()  # 2 or 1
     names = [folding.producer, *folding.readers]
     kept = {n: p.detach().clone() for name in names for n, p in layer.get_submodule(name).named_parameters(name, False)}
-    tolerance = _TOLERANCE[expected.dtype] * float(scale)
     try:
         folding.divide(layer, scales)
         alone = float((trace.rerun() - expected).float().norm())
@@ -225,7 +225,8 @@ def _holds(layer: nn.Module, folding: Folding, trace: LayerTrace, expected: Tens
     finally:
         for name, value in kept.items():
             layer.get_parameter(name).data.copy_(value)
-    return alone > _NOTICED * tolerance and restored <= tolerance
+    tolerance = _TOLERANCE[expected.dtype] * float(scale)
+    return alone > _NOTICED * float(scale) and restored <= min(tolerance, _UNDONE * alone)
 
 
 def _columns(module: nn.Module) -> Tensor:
