@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hf_paged.quant import quantize as quantize_file
 from hf_paged.quant.experts import PackedExperts
 from hf_paged.quant.linear import PackedLinear
 from hf_paged.quant.quantize import quantize
@@ -114,3 +116,19 @@ def test_rtn_and_int8_need_no_calibration_and_keep_the_function(tmp_path: Path) 
         assert report.calibration is None and all(layer.error is None for layer in report.layers)
     config = json.loads((tmp_path / "int8" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "compressed-tensors" and config["format"] == "pack-quantized"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_scales_are_absorbed_in_16_bits_too(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU layers run in the model's dtype: rounding must not hide that a candidate holds."""
+    model = tiny_model(family, intermediate_size=128, num_hidden_layers=2, **_SIZES.get(family, {}))
+    model.bfloat16().save_pretrained(tmp_path / "model")
+    begin = quantize_file._Run.__init__
+
+    def in_stored_dtype(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        self.dtype = self.stored
+
+    monkeypatch.setattr(quantize_file._Run, "__init__", in_stored_dtype)
+    report = run(tmp_path / "model", tmp_path / "out", method="awq")
+    assert not any("kept out" in note for note in report.notes())
