@@ -99,7 +99,7 @@ def generate(
 
 
 def load(model: str, dtype: cli.DType, device: str | None, engine_options: dict[str, Any]) -> LLM:
-    from hf_paged.llm import LLM  # takes a while: not for --help and bad use
+    from hf_paged.llm import LLM  # --help and bad use do without
 
     cli.quiet_unless_terminal()
     return LLM(cli.existing(model), dtype=dtype.value, device=cli.usable(device), **engine_options)

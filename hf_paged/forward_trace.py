@@ -35,6 +35,9 @@ class TracedCall:
     output: Any = None
     attention: AttentionCall | None = None  # what the module itself asked of attention
     attended: Tensor | None = None  # [1, T, num_heads, v_head_dim], what attention answered
+    version_read: int = -1  # of the input when the call began: writes in place count it up
+    version_left: int = -1  # of the output when the call ended
+    writes_input: bool = False
 
     @property
     def input(self) -> Any:
@@ -58,6 +61,7 @@ class _Recorder:
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = TracedCall(module, name, args, kwargs)
+        call.version_read = _version(call.input)
         if self.stack:
             self.stack[-1].children.append(call)
         else:
@@ -65,7 +69,9 @@ class _Recorder:
         self.stack.append(call)
 
     def leave(self, output: Any) -> None:
-        self.stack.pop().output = output
+        call = self.stack.pop()
+        call.output, call.version_left = output, _version(output)
+        call.writes_input = _version(call.input) != call.version_read
 
     def attend(self, call: AttentionCall) -> Tensor:
         here = self.stack[-1]
@@ -126,6 +132,10 @@ def _entering(recorder: _Recorder, name: str) -> Any:
         recorder.enter(name, module, args, kwargs)
 
     return hook
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else -1
 
 
 def same_tensor(a: Any, b: Any) -> bool:

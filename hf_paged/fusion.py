@@ -137,6 +137,8 @@ class _Pass:
     ) -> None:
         try:
             check_unwrapped(call.module)
+            if call.writes_input:
+                raise NotFused("it writes its input in place")
             fuse_one(call)
         except NotFused as reason:
             if not quiet:
@@ -210,7 +212,8 @@ class _Pass:
     def _hand_norms_on(self) -> None:
         """Let each fused layer compute the input norm of the one that reads its output."""
         for (call, fused), (following, next_fused) in zip(self._layers, self._layers[1:], strict=False):
-            if same_tensor(call.output, following.input):
+            unwritten = call.version_left == following.version_read
+            if same_tensor(call.output, following.input) and unwritten:
                 fused.next_norm = next_fused.input_norm
 
 

@@ -13,7 +13,7 @@ import torch
 from model_zoo import FAMILIES, prompts, tiny_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from hf_paged import LLM, SamplingParams
 from hf_paged.fusion import FusionReport, fuse
@@ -370,8 +370,10 @@ def tiny_model_shell() -> PreTrainedModel:
     return model.eval()
 
 
-def test_fusion_is_off_on_a_cpu_unless_asked_for() -> None:
-    assert "not fused" in str(LLM(tiny_model("llama"), num_blocks=50, block_size=16).engine.fusion)
+def test_fusion_is_on_unless_refused() -> None:
+    model = tiny_model("llama")
+    assert LLM(model, num_blocks=50, block_size=16).engine.fusion.component("decoder layer").fused == 3
+    assert "not fused" in str(LLM(model, num_blocks=50, block_size=16, fuse=False).engine.fusion)
 
 
 @pytest.mark.gpu
@@ -409,3 +411,36 @@ def test_a_fused_decode_step_takes_ten_kernels_a_layer() -> None:
             llm.generate([[5, 6, 7]], params, use_tqdm=False)
         counts.append(sum(event.count for event in profile.key_averages() if "mem" not in event.key.lower()))
     assert (counts[1] - counts[0]) / 4 / 40 <= 11.0
+
+
+class WritesBefore(nn.Module):
+    """A decoder layer behind a write in place into what the layer before it gave."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        return self.layer(hidden_states.mul_(1.5), **kwargs)
+
+
+class WritesItsInput(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        return super().forward(hidden_states.mul_(1.5), **kwargs)
+
+
+@pytest.mark.parametrize("where", ["between layers", "in a layer"])
+def test_a_write_in_place_into_the_residual_stream_is_not_lost(where: str) -> None:
+    """The trace holds tensors, not copies: what was written later is compared with itself, and the norm that one layer
+    hands to the next is that of what was there before."""
+    model = tiny_model("llama")
+    if where == "in a layer":
+        model.model.layers[1].__class__ = WritesItsInput
+    else:
+        model.model.layers[1] = WritesBefore(model.model.layers[1])
+    expected = step_logits(build_view(model))
+    view, report = fused_view(model)
+    assert_same_logits(step_logits(view), expected)
+    assert report.component("decoder layer").fused < 3
+    if where == "in a layer":
+        assert report.component("decoder layer").kept["it writes its input in place"] == 1
