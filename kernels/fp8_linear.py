@@ -38,7 +38,7 @@ def dequantize_fp8(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     return (weight.codes.float() * scale).to(dtype)
 
 
-def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantize_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """`[M, K]` -> e4m3 codes `[M, K]` and fp32 scales `[M, ceil(K / group)]`, absmax / 448; a zero group gets scale
     1.
     """
@@ -61,7 +61,7 @@ def fp8_linear_reference(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> T
         values = quantize_static(x, weight.input_scale).float() * weight.input_scale.float()
     elif weight.dynamic:
         group = min(weight.block[1], k)
-        codes, scale = quantize_rows(x, group)
+        codes, scale = quantize_activations(x, group)
         values = codes.float() * scale.repeat_interleave(group, 1)[:, :k]
     else:
         values = x.float()
@@ -83,9 +83,9 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None, locks: Tensor)
             return _biased(torch._scaled_mm(codes, weight.codes.t(), *scales, out_dtype=x.dtype), bias)
         row_scale = weight.input_scale.float().reshape(1, 1).expand(x.shape[0], 1).contiguous()
     else:
-        from hf_paged.kernels.fp8_quantize import quantize_rows_cuda  # a machine without CUDA needs no Triton
+        from hf_paged.kernels.fp8_quantize import quantize_activations_cuda  # a machine without CUDA needs no Triton
 
-        codes, row_scale = quantize_rows_cuda(x)
+        codes, row_scale = quantize_activations_cuda(x)
     column_scale = weight.scale.float().reshape(1, -1).expand(1, n).contiguous()
     out = torch._scaled_mm(codes, weight.codes.t(), row_scale, column_scale, out_dtype=torch.bfloat16)  # all it offers
     return _biased(out.to(x.dtype), bias)

@@ -1,5 +1,5 @@
 """Per-row e4m3 quantization of activations: one program per row, absolute maximum, then codes. Meaning:
-`quantize_rows`.
+`quantize_activations`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @triton.jit
-def quantize_rows_kernel(
+def quantize_activations_kernel(
     x,  # [M, K] floating, contiguous
     codes,  # [M, K] float8_e4m3fn
     scales,  # [M, 1] fp32
@@ -28,11 +28,11 @@ def quantize_rows_kernel(
     tl.store(scales + row, scale)
 
 
-def quantize_rows_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_activations_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
     """`[M, K]` -> e4m3 codes `[M, K]`, fp32 scales `[M, 1]`."""
     x = x.contiguous()
     m, k = x.shape
     codes = torch.empty((m, k), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((m, 1), dtype=torch.float32, device=x.device)
-    quantize_rows_kernel[(m,)](x, codes, scales, k, BLOCK=triton.next_power_of_2(k), num_warps=8)
+    quantize_activations_kernel[(m,)](x, codes, scales, k, BLOCK=triton.next_power_of_2(k), num_warps=8)
     return codes, scales

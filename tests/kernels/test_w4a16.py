@@ -13,8 +13,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from hf_paged.kernels.fp8_gemm import fp8_dequantize, fp8_gemm
-from hf_paged.kernels.fp8_linear import Fp8Weight, dequantize_fp8, fp8_linear, fp8_linear_reference, quantize_rows
-from hf_paged.kernels.fp8_quantize import quantize_rows_cuda
+from hf_paged.kernels.fp8_linear import (
+    Fp8Weight,
+    dequantize_fp8,
+    fp8_linear,
+    fp8_linear_reference,
+    quantize_activations,
+)
+from hf_paged.kernels.fp8_quantize import quantize_activations_cuda
 from hf_paged.kernels.packed_linear import MAX_FUSED_ROWS, fits_kernel, lock_count, packed_linear
 from hf_paged.kernels.packed_weight import (
     PackedWeight,
@@ -219,8 +225,8 @@ def test_the_operator_is_sound_for_the_compiler() -> None:
 def test_activation_rows_quantize_as_defined() -> None:
     x = activations(5, 200) * torch.logspace(-6, 3, 5, device=DEVICE)[:, None].half()
     x[2] = 0
-    codes, scales = quantize_rows_cuda(x)
-    expected, expected_scales = quantize_rows(x, 200)
+    codes, scales = quantize_activations_cuda(x)
+    expected, expected_scales = quantize_activations(x, 200)
     assert torch.allclose(scales, expected_scales, rtol=1e-6)
     if DEVICE == "cuda":  # the interpreter's e4m3 conversion loses the carry into the exponent (125.3 becomes 64)
         step = expected.float().abs().clamp_min(2**-6) * 2**-3  # one e4m3 step: a tie may round either way
