@@ -33,7 +33,9 @@ def quantize(
     form: Annotated[
         str, typer.Option("--format", help="auto, awq, gptq, gptq_v2 or compressed-tensors: what is written.")
     ] = "auto",
-    act_order: Annotated[bool, typer.Option("--act-order", help="gptq: large activations first.")] = False,
+    act_order: Annotated[
+        _Switch, typer.Option("--act-order/--no-act-order", help="gptq: large activations first.  [default: gptq yes]")
+    ] = None,
     static_groups: Annotated[bool, typer.Option(help="gptq with act-order: groups lie in the natural order.")] = True,
     mse: Annotated[_Switch, typer.Option(help="Search each group's range.  [default: gptq yes]")] = None,
     scale: Annotated[bool, typer.Option("--scale", help="gptq: scale channels first, as awq does.")] = False,

@@ -89,7 +89,7 @@ def quantization_config(config: QuantizeConfig, plain: Sequence[str], head: str 
         "bits": config.bits,
         "group_size": config.group_size,
         "sym": config.sym,
-        "desc_act": config.act_order and not config.static_groups,  # static groups lie in the natural order
+        "desc_act": bool(config.act_order) and not config.static_groups,  # static groups lie in the natural order
         "lm_head": False,
         "checkpoint_format": config.format,
         "pack_dtype": "int32",

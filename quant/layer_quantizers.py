@@ -124,8 +124,8 @@ class CalibratedQuantizer:
         energies = {name: _energy(weight, hessian) for name, weight in weights.items()}
         note = self._note(group, hessian)
         with _naming(group.names[0]):
-            factor = hessian.factor(damping=config.damping, act_order=config.act_order)
-        static = config.act_order and config.static_groups
+            factor = hessian.factor(damping=config.damping, act_order=bool(config.act_order))
+        static = bool(config.act_order) and config.static_groups
         assert config.asymmetry is not None
         for name, weight in weights.items():
             with _naming(name):

@@ -36,7 +36,7 @@ class QuantizeConfig:
     group_size: int | None = None  # input channels per scale, -1: all of a row; None: 128, and -1 for fp8 and int8
     sym: bool | None = None  # the zero point is the middle; None: yes, and no for awq
     format: str = "auto"  # the tensors and the quantization_config that are written
-    act_order: bool = False  # gptq: channels of large activations first
+    act_order: bool | None = None  # gptq: channels of large activations first; None: with gptq and static groups
     static_groups: bool = True  # gptq with act_order: groups stay where they lie in the file
     damping: float = 0.01  # gptq: added to the Hessian's diagonal, as a share of its mean
     mse: bool | None = None  # search each group's range for the least squared error; None: yes with gptq
@@ -54,9 +54,9 @@ class QuantizeConfig:
             refuse("method", self.method, " | ".join(METHODS))
         if self.format not in FORMATS:
             refuse("format", self.format, " | ".join(FORMATS))
-        for name in ("act_order", "static_groups", "scale", "true_sequential", "clip"):
+        for name in ("static_groups", "scale", "true_sequential", "clip"):
             check_bool(name, getattr(self, name))
-        for name in ("sym", "mse"):
+        for name in ("sym", "mse", "act_order"):
             if getattr(self, name) is not None:
                 check_bool(name, getattr(self, name))
         if self.bits is not None and self.bits not in (2, 3, 4, 8):
@@ -103,6 +103,7 @@ class QuantizeConfig:
             "group_size": group_size,
             "sym": sym,
             "format": form,
+            "act_order": gptq and self.static_groups if self.act_order is None else self.act_order,
             "mse": gptq if self.mse is None else self.mse,
             "asymmetry": (0.5 if gptq else 0.0) if self.asymmetry is None else self.asymmetry,
         }
@@ -134,8 +135,8 @@ class QuantizeConfig:
         form = chosen["format"]
         if (self.method in ("fp8", "int8")) != (form == "compressed-tensors"):
             refuse("format", self.format, "compressed-tensors with method fp8 or int8, another with other methods")
-        if form == "awq" and (self.bits not in (None, 4) or self.act_order):
-            refuse("format", self.format, "gptq or gptq_v2: awq files hold 4 bits and no act-order")
+        if form == "awq" and (self.bits not in (None, 4) or (chosen["act_order"] and not self.static_groups)):
+            refuse("format", self.format, "gptq or gptq_v2: awq files hold 4 bits, and groups in the natural order")
         if form == "gptq" and not chosen["sym"]:
             refuse("format", self.format, "gptq_v2 with sym=False: readers of gptq disagree about a zero point of 0")
 

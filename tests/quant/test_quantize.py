@@ -354,3 +354,10 @@ def test_a_gpu_gives_a_checkpoint_as_good_as_the_cpus(
         for a, b in zip(one.linears, other.linears, strict=True):
             assert b.error == pytest.approx(a.error, rel=0.2), (a, b)  # near ties are rounded apart
     AutoModelForCausalLM.from_pretrained(tmp_path / "cuda", dtype=torch.float32, device_map="cuda")
+
+
+def test_act_order_is_the_default_only_where_no_reader_must_reorder() -> None:
+    """With groups that move it costs readers a gather: that must be asked for."""
+    assert QuantizeConfig(method="gptq").resolved().act_order is True
+    assert QuantizeConfig(method="gptq", static_groups=False).resolved().act_order is False
+    assert QuantizeConfig(method="awq").resolved().act_order is False
