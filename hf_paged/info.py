@@ -2,12 +2,14 @@
 
 The model is built on the meta device and probed by one forward, so the answer comes from what its layers pass to
 attention and not from reading config fields by family. A checkpoint's bytes are those of its files. Only the fusion
-pass and the protection of layers need weights, since they look at values; they are run where the engine would run on a
-GPU, or when asked. Protection can also be read from a file of `hf-paged calibrate`.
+pass and the protection of layers need weights, since they look at values; they are run where there is a GPU, or when
+asked. Protection can also be read from a file of `hf-paged calibrate`.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from hf_paged.layer_probe import LayerSpec
 from hf_paged.memory import CPU_SHARE
 from hf_paged.model_view import build_view
 from hf_paged.packed_model import PackedModel
+from hf_paged.quant.header import read_header
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +131,17 @@ def layer_kinds(specs: Sequence[LayerSpec]) -> list[LayerKind]:
 
 
 def checkpoint_bytes(folder: Path) -> int:
-    """Bytes of the weight files in `folder`; 0 for a hub name."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    """Bytes that the weights of `folder` take in memory; 0 for a hub name.
+
+    That is the size of its files, and a third more for 3-bit words, whose codes are held in 4-bit fields.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    total = sum(file.stat().st_size for file in files)
+    config = json.loads((folder / "config.json").read_text()) if files else {}
+    if (config.get("quantization_config") or {}).get("bits") == 3:
+        specs = read_header([str(file) for file in files]).specs
+        total += sum(4 * math.prod(spec.shape) for name, spec in specs.items() if name.endswith(".qweight")) // 3
+    return total
 
 
 def kv_memory(weight_bytes: int) -> tuple[str, int]:
@@ -151,7 +163,7 @@ def _fusion(path: str, kv_bytes: int, *, wanted: bool | None) -> FusionReport:
     if wanted is False:
         return not_fused("not looked at")
     if wanted is None and not torch.cuda.is_available():
-        return not_fused("on a CPU the fused forms are no faster; --fusion shows what a GPU would get")
+        return not_fused("not looked at: that takes the weights; --fusion loads them")
     if kv_bytes == 0:
         return not_fused("the weights do not fit this machine")
     return fuse(build_view(_loaded(path)))

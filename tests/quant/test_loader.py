@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hf_paged.info import checkpoint_bytes
 from hf_paged.model_view import ModelFingerprint, build_view
 from hf_paged.quant.check import check_layer
 from hf_paged.quant.experts import PackedExperts
@@ -337,3 +338,12 @@ def test_what_a_cpu_derives_from_packed_weights_is_shared_by_views_and_changes_n
     assert copied.on_cpu.dense is None
     model.to("cpu")
     assert model.model.layers[0].mlp.up_proj.on_cpu.dense is None and theirs.dense is not None
+
+
+def test_three_bit_words_count_as_the_four_bit_fields_that_hold_them(tmp_path: Path) -> None:
+    """A model that just fits by its files would not fit the device."""
+    write_model(tiny_model("llama"), tmp_path, Cell(bits=3))
+    files = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    linears = [m for m in _load(tmp_path).modules() if isinstance(m, PackedLinear)]
+    words = sum(m.in_features * m.out_features for m in linears) * 3 // 8  # bytes in the file
+    assert checkpoint_bytes(tmp_path) - files == pytest.approx(words / 3, rel=1e-6)
