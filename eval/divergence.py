@@ -108,8 +108,8 @@ def measure_divergence(
     positions = [start + i for start, w in zip(start_of, windows) for i in range(w.num_context, len(w.token_ids))]
     tokens = [token_ids[position] for position in positions]
     return [
-        _summary(engine, parts, positions, tokens, num_worst)
-        for engine, parts in zip(engines[1:], figures, strict=True)
+        _summary(engine, config["kv_cache_dtype"], parts, positions, tokens, num_worst)
+        for engine, config, parts in zip(engines[1:], caches, figures, strict=True)
     ]
 
 
@@ -149,12 +149,17 @@ def _compare(reference: Tensor, logits: Tensor, token_ids: Tensor) -> _TokenFigu
 
 
 def _summary(
-    engine: ScoringEngine, figures: _TokenFigures, positions: Sequence[int], tokens: Sequence[int], num_worst: int
+    engine: ScoringEngine,
+    kv_cache_dtype: str,
+    figures: _TokenFigures,
+    positions: Sequence[int],
+    tokens: Sequence[int],
+    num_worst: int,
 ) -> Divergence:
     kl, logprob, reference = (x.double().cpu() for x in (figures.kl, figures.logprob, figures.reference))
     worst = kl.topk(min(num_worst, len(kl))).indices.tolist()
     return Divergence(
-        **facts_of(engine),
+        **facts_of(engine, kv_cache_dtype),
         num_tokens=len(kl),
         top1_agreement=float(figures.same_top1.double().mean()),
         mean_kl=float(kl.mean()),

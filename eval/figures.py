@@ -24,10 +24,10 @@ class CacheFigures:
         return f"{self.kv_cache_dtype} naive" if quantized and self.kv_scales == "off" else self.kv_cache_dtype
 
 
-def facts_of(engine: Engine) -> dict[str, Any]:
-    """The fields of `CacheFigures`."""
+def facts_of(engine: Engine, kv_cache_dtype: str) -> dict[str, Any]:
+    """The fields of `CacheFigures`; the format is the one asked for, which the engine may have resolved."""
     return {
-        "kv_cache_dtype": engine.config.kv_cache_dtype,
+        "kv_cache_dtype": kv_cache_dtype,
         "kv_scales": str(engine.config.kv_scales),
         "bytes_per_token": engine.kv_cache.bytes_per_token,
         "protected_layers": len(engine.kv_plan.protected),

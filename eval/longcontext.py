@@ -147,7 +147,7 @@ def measure_retrieval(
     engine = ScoringEngine(model, max_tokens=longest - 1, chunk=chunk, kv_cache_dtype=kv_cache_dtype, **engine_options)
     scores = score_windows(engine, [case.window for case in cases], progress)
     return RetrievalResult(
-        **facts_of(engine),
+        **facts_of(engine, kv_cache_dtype),
         trials=_trials(cases),
         cells=_cells(cases, scores),
     )

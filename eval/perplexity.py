@@ -84,7 +84,7 @@ def measure_perplexity(
     logprobs = torch.cat([scores.logprobs for scores in score_windows(engine, windows, progress)])
     perplexity = math.exp(-float(logprobs.mean()))
     return PerplexityResult(
-        **facts_of(engine),
+        **facts_of(engine, kv_cache_dtype),
         perplexity=perplexity,
         stderr=perplexity * _stderr(logprobs),
         num_tokens=len(logprobs),

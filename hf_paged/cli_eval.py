@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 evaluate = typer.Typer(
     name="eval", help="Measure quality through the stored pages.", no_args_is_help=True, rich_markup_mode=None
 )
-evaluate.command()(cli.plain_errors(longcontext))
-evaluate.command()(cli.plain_errors(kv_error))
-evaluate.command()(cli.plain_errors(tasks))
 
 
 @evaluate.callback()
@@ -229,3 +226,8 @@ def _print_worst(results: list[Divergence], ids: list[int], tokenizer: Any) -> N
             )
     if table.row_count:
         cli.OUT.print(table, highlight=False)
+
+
+evaluate.command()(cli.plain_errors(longcontext))
+evaluate.command()(cli.plain_errors(kv_error))
+evaluate.command()(cli.plain_errors(tasks))
