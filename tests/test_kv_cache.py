@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_paged.kernels.layout import GroupPages, PlainPages, ScaledPages
+from hf_paged.kernels.layout import GroupPages, LayerKV, PlainPages, ScaledPages
 from hf_paged.kv_cache import KVCache, group_layers, layer_formats
 from hf_paged.layer_probe import LayerSpec
 
@@ -155,3 +155,23 @@ class Copies(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func.overloadpacket is torch.ops.aten.copy_
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "v_head_dim"), [("auto", 16), ("auto", 8), ("int8", 16), ("k=int8,v=auto", 16)]
+)
+def test_k_and_v_are_read_together_only_where_they_are_neighbours_of_one_kind(
+    kv_cache_dtype: str, v_head_dim: int
+) -> None:
+    """A pair that is none would read other layers' bytes as values."""
+    layer = cache_of([spec(0, v_head_dim=v_head_dim), spec(1, v_head_dim=v_head_dim)], kv_cache_dtype).layers[1]
+    pair = layer.plain_pair
+    assert (pair is not None) == (kv_cache_dtype == "auto" and v_head_dim == 16)
+    if pair is not None:
+        layer.k.tensor.random_(9)
+        layer.v.tensor.random_(9)
+        assert torch.equal(pair.data, torch.cat((layer.k.tensor, layer.v.tensor), 1))
+    halves = torch.zeros(2, 5, 2, 16, 16)
+    apart = LayerKV(k=PlainPages(data=halves[0]), v=PlainPages(data=halves[1]))
+    one_block = LayerKV(k=PlainPages(data=halves[0, :1]), v=PlainPages(data=halves[0, 1:2]))
+    assert apart.plain_pair is None and one_block.plain_pair is None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from kernel_cases import Shape, dense_attention, make_case, tolerance, with_null_block
 from torch import Tensor
 
+from hf_paged.kernels import reference
 from hf_paged.kernels.layout import UINT4, AttentionMetadata, PlainPages, num_groups
 from hf_paged.kernels.reference import dequantize, dequantize_groups, paged_attention, quantize_groups, quantize_rows
 
@@ -252,3 +254,22 @@ def test_nan_written_by_one_request_stays_with_it() -> None:
     result = paged_attention(case.query, case.layer, case.meta, **case.options)
     assert result[1].isnan().all()
     assert result[[0, *range(2, 10)]].isfinite().all()
+
+
+def test_layers_of_one_step_share_what_follows_from_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask and a split of slots per layer cost a CPU as much as the attention of a short row; the results are those
+    of layers alone, also where layers differ in window and block size.
+    """
+    shapes = [
+        Shape(q_lens=(1, 1), seq_lens=(9, 33), window=w, block_size=b) for w, b in ((None, 16), (10, 16), (10, 32))
+    ]
+    cases = [with_null_block(make_case(shape)) for shape in shapes]
+    alone = [paged_attention(case.query, case.layer, case.meta, **case.options) for case in cases]
+    made: list[object] = []
+    original = reference._decode_keys
+    monkeypatch.setattr(reference, "_decode_keys", lambda *args: made.append(args) or original(*args))
+    for shared in (slice(0, 2), slice(2, 3)):
+        meta = replace(cases[shared][0].meta, derived={})
+        for case, expected in 2 * list(zip(cases[shared], alone[shared], strict=True)):
+            assert torch.equal(paged_attention(case.query, case.layer, meta, **case.options), expected)
+    assert len(made) == len(cases)
