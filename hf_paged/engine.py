@@ -125,7 +125,7 @@ class Engine:
         )
         self._depth = 1 if asynchronous else 0
         self._launched: deque[LaunchedStep] = deque()
-        self.failure: Exception | None = None  # of the latest step that failed
+        self.failure: Exception | None = None  # why a request failed, the latest, until somebody takes it
 
     def add_request(
         self,
@@ -198,13 +198,18 @@ class Engine:
             if not isinstance(error, Exception):  # an interrupt: whoever steps the engine aborts its requests
                 raise
             logger.exception("a step of %d requests failed", len(plan.scheduled))
-            self.failure = error.with_traceback(None)  # frames hold tensors
             failed = [item.request for item in plan.scheduled if not item.request.is_finished]
             for request in failed:
                 self._fail(request, error)
             return self.outputs.collect(failed)
 
+    def take_failure(self) -> Exception | None:
+        """Why the latest request failed, once: who raises it gives it frames, which an engine must not keep alive."""
+        failure, self.failure = self.failure, None
+        return failure
+
     def _fail(self, request: Request, error: Exception) -> None:
+        self.failure = error.with_traceback(None)  # frames hold tensors
         request.error = f"{type(error).__name__}: {error}"
         self.scheduler.finish(request, FinishReason.ERROR)
         request.finish_reason = FinishReason.ERROR  # also of one whose last token had come

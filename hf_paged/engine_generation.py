@@ -122,7 +122,7 @@ def _run_free(
                 completion = output.outputs[0]
                 if completion.finish_reason == FinishReason.ERROR.value:
                     # dense generate's callers expect its own exceptions: OutOfMemoryError, say, to try fewer rows
-                    raise engine.failure or RuntimeError(f"generation failed: {output.error}")
+                    raise engine.take_failure() or RuntimeError(f"generation failed: {output.error}")
                 if streamer is not None:
                     streamer.put(torch.tensor(completion.token_ids[streamed:]))
                     streamed = len(completion.token_ids)

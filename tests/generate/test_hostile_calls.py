@@ -170,6 +170,9 @@ def test_an_allocator_that_refuses_is_the_callers_exception_as_in_dense_generate
         patch.setattr("hf_paged.model_runner.rope_write", refuse)
         with pytest.raises(torch.OutOfMemoryError, match="no memory"):
             call(model, ONE, **PAGED)
+    engine = ENGINES.engine_of(model)
+    assert engine is not None
+    assert engine.failure is None, "its frames would keep the call's tensors, and the next error would be taken for it"
     assert torch.equal(call(model, ONE, **PAGED), call(model, ONE))
 
 
