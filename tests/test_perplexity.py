@@ -125,16 +125,25 @@ def test_garbage_in_the_pages_changes_the_perplexity(
     """Any path that scored with the keys and values it computed, not with those stored, would not notice."""
     model = biased_model()
     honest = perplexity(model, kv_cache_dtype, chunk=chunk)
-    write = model_runner.write_kv
+    write, rope_write = model_runner.write_kv, model_runner.rope_write
 
-    def write_garbage(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        write(layer, key, value, slot_mapping)
+    def spoil(layer: LayerKV, slot_mapping: Tensor) -> None:
         blocks = slot_mapping.div(layer.block_size, rounding_mode="floor").unique()
         for pages in (layer.k, layer.v):
             stored = pages.tensor.view(torch.uint8) if pages.tensor.itemsize == 1 else pages.tensor
             stored[blocks] = stored[blocks].flip(-1)  # channels in the wrong order
 
+    def write_garbage(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor, derived: Any) -> None:
+        write(layer, key, value, slot_mapping, derived)
+        spoil(layer, slot_mapping)
+
+    def rope_write_garbage(*operands: Any, **options: Any) -> Tensor:
+        query = rope_write(*operands, **options)
+        spoil(*operands[5:7])
+        return query
+
     monkeypatch.setattr(model_runner, "write_kv", write_garbage)
+    monkeypatch.setattr(model_runner, "rope_write", rope_write_garbage)
     assert abs(perplexity(model, kv_cache_dtype, chunk=chunk) / honest - 1) > 0.01
 
 
@@ -192,11 +201,12 @@ def test_a_sequence_that_fails_is_an_error_not_a_missing_number(
 ) -> None:
     engine = ScoringEngine(model, max_tokens=16)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no pages")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model_runner, "write_kv", fail)
+        for writes in ("write_kv", "rope_write"):  # of layers as they are, and fused
+            patch.setattr(model_runner, writes, fail)
         with pytest.raises(RuntimeError, match=r"sequence 0 could not be scored.*no pages"):
             list(engine.score([TEXT[:16]]))
     scores = engine.score([TEXT[:16], TEXT[:9]])
