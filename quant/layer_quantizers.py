@@ -64,7 +64,7 @@ def quantize_weights(layer: nn.Module, names: Sequence[str], config: QuantizeCon
     for name in names:
         weight = get_weight(layer.get_submodule(name))
         with _naming(name):
-            quantized: Quantized = rtn_fp8(weight) if config.method == "fp8" else rtn(weight, grid)
+            quantized: Quantized = rtn_fp8(weight, grid.scales_dtype) if config.method == "fp8" else rtn(weight, grid)
         actual = as_dense(quantized, torch.float32)
         error = float((actual - weight.float()).square().sum() / weight.float().square().sum().clamp(min=1e-30))
         result.add(name, quantized, error, None)
@@ -107,6 +107,8 @@ class CalibratedQuantizer:
         unclipped = self._scale(hessians, self.trace)
         for group in self.groups:
             hessian = hessians.pop(group)
+            with _naming(group.names[0]):
+                hessian.check_finite()  # where no scales are searched nothing else looks
             for name in group.names:
                 weight = self._weight(name)
                 with _naming(name):

@@ -25,14 +25,15 @@ def rtn(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> Quantiz
     return quantized(codes, scales, zeros, None, grid)
 
 
-def rtn_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def rtn_fp8(weight: Tensor, scales_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Codes e4m3 `[N, K]` and scales fp32 `[N, 1]` of one output channel each: weight = codes * scale.
 
-    An all-zero channel gets the scale 1. Raises ValueError for NaN or infinite weights.
+    Scales are rounded to `scales_dtype`, the file's, before codes are chosen: an fp16 scale of small weights is a
+    subnormal, percents off. An all-zero channel gets the scale 1. Raises ValueError for NaN or infinite weights.
     """
     check_weight(weight, torch.float32)
     values = weight.float()
-    scale = values.abs().amax(1, keepdim=True) / FP8_MAX
+    scale = (values.abs().amax(1, keepdim=True) / FP8_MAX).to(scales_dtype).float()
     scale = torch.where(scale == 0, 1.0, scale)
     return (values / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
 

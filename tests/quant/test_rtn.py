@@ -156,6 +156,20 @@ def test_fp8_is_within_half_a_step_per_channel() -> None:
     assert ((codes.float() * scale - w).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp8_codes_are_those_of_the_scale_that_the_file_holds(dtype: torch.dtype) -> None:
+    """Small weights have subnormal fp16 scales: codes of the exact scale would all be off when read back.
+
+    The smallest scale here is 55 steps of fp16's subnormals: rounded down it clips the largest value by less than half
+    a step of its code.
+    """
+    w = weights(16, 256) * 1e-2
+    codes, scale = rtn_fp8(w, dtype)
+    assert torch.equal(scale.to(dtype).float(), scale)
+    bound = torch.maximum(w.abs() * 2.0**-4, scale * 2.0**-10) * 1.0001
+    assert ((codes.float() * scale - w).abs() <= bound).all()
+
+
 def test_importance_of_a_short_last_group_stays_with_its_columns() -> None:
     w = weights(4, 70)
     importance = torch.linspace(1, 2, 70)
