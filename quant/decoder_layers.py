@@ -171,6 +171,7 @@ def _parts_before(source: SourceModel, layers: str) -> Iterator[str]:
 def _probe(model: PreTrainedModel, layers: str, input_ids: Tensor) -> tuple[Tensor, list[LayerCall]]:
     """The hidden states that reach the first layer, and how each layer is called."""
     originals = list(model.get_submodule(layers).children())
+    cause: Exception | None = None
     for as_tuple in (False, True):  # families differ in what a layer returns
         log: list[tuple[Tensor, LayerCall]] = []
         stubs = [
@@ -182,8 +183,9 @@ def _probe(model: PreTrainedModel, layers: str, input_ids: Tensor) -> tuple[Tens
             model(input_ids=input_ids, use_cache=False)
         except _Stop:
             pass
-        except (TypeError, ValueError, IndexError, RuntimeError):
-            continue  # it took apart what it did not expect; the answer is below
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            cause = error  # it took apart what it did not expect; the answer is below
+            continue
         finally:
             model.set_submodule(layers, nn.ModuleList(originals))
         handed_on = len(log) == len(originals) and all(hidden is log[0][0] for hidden, _ in log)
@@ -192,7 +194,7 @@ def _probe(model: PreTrainedModel, layers: str, input_ids: Tensor) -> tuple[Tens
     raise ValueError(
         f"{type(model).__name__} does not hand hidden states from one decoder layer to the next unchanged, so its "
         "layers cannot be calibrated alone; methods rtn, int8 and fp8 need no calibration"
-    )
+    ) from cause
 
 
 def _fits(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:

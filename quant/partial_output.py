@@ -89,7 +89,7 @@ class PartialOutput:
 
     def write_layer(self, tensors: Mapping[str, Tensor], report: LayerReport) -> None:
         """Keep a finished layer: tensors by their names in the final files."""
-        _save(dict(tensors), self._layer(report.index), {"report": json.dumps(report_fields(report))})
+        _save(dict(tensors), self._layer(report.index), {"report": json.dumps(asdict(report))})
 
     def read_layer(self, index: int) -> dict[str, Tensor]:
         with safe_open(str(self._layer(index)), framework="pt", device="cpu") as opened:
@@ -148,9 +148,19 @@ class PartialOutput:
 
 
 def check_output(output: Path) -> None:
-    """Raise ValueError when `output` is a file or a folder that holds something."""
+    """Refuse what a folder cannot be renamed to: something that is there, or below a file or a locked folder.
+
+    Raises:
+        ValueError: `output` is a file, a link, or a folder that holds something.
+        OSError: it cannot be made where it shall be.
+    """
+    if output.is_symlink():
+        raise ValueError(f"output={str(output)!r} is a link; name the folder itself")
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise ValueError(f"output={str(output)!r} exists and is not empty; nothing is overwritten")
+    parent = next(path for path in output.absolute().parents if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise OSError(f"output={str(output)!r} cannot be made: {parent} is no folder that may be written to")
 
 
 def check_space(output: Path, needed: int) -> None:
@@ -161,11 +171,6 @@ def check_space(output: Path, needed: int) -> None:
         raise OSError(
             f"output={str(output)!r} needs about {needed / 2**30:.2f} GiB, {parent} has {free / 2**30:.2f} GiB left"
         )
-
-
-def report_fields(report: LayerReport) -> dict[str, Any]:
-    """As JSON: what `LayerReport.parse` reads."""
-    return asdict(report)
 
 
 def _check_same(manifest: Path, settings: Mapping[str, Any]) -> None:

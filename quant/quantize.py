@@ -68,16 +68,18 @@ def quantize(
 
     Raises:
         ValueError: settings, a model or a calibration that cannot be used; told before any weight is read, except for
-            weights and activations that are not finite. Nothing is left behind.
-        OSError: no such model, or no room. What was finished is kept for `resume`.
+            weights and activations that are not finite. Nothing is left behind, unless `output` was filled by somebody
+            else meanwhile: then what was finished is kept for `resume`, as it is after every other error.
+        OSError: no such model, or no room.
     """
     begin = time.monotonic()
     config, output = (config or QuantizeConfig()).resolved(), Path(output)
     check_output(output)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = _device(device)
     with _files_of(model, output) as (path, own):
         source = SourceModel(path)
         layers = decoder.find_decoder_layers(source.model)
+        source.refuse_missing(layers)
         names = [f"{layers}.{index}" for index, _ in source.model.get_submodule(layers).named_children()]
         plan = plan_linears(source, names, config)
         windows = _calibration(config, calibration, source, tokenizer or own)
@@ -89,8 +91,9 @@ def quantize(
             "versions": package_versions(),
         }
         run = _Run(source, layers, names, plan, config, PartialOutput(output, settings, resume=resume), target)
-        with run.partial.discarded_on(ValueError), torch.no_grad():
-            reports = run.quantize_layers(windows, progress=progress)
+        with torch.no_grad():
+            with run.partial.discarded_on(ValueError):
+                reports = run.quantize_layers(windows, progress=progress)
             return run.finish(reports, windows, str(model) if own is None else "a model in memory", begin)
 
 
@@ -300,6 +303,17 @@ class _Run:
         )
 
 
+def _device(device: str | torch.device | None) -> torch.device:
+    """`device`, or the first GPU, else the CPU; ValueError for one that holds no values here."""
+    try:
+        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        target = torch.device("meta")
+    if target.type == "meta" or (target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count()):
+        raise ValueError(f"device={str(device)!r} is not here; allowed: cpu, cuda, cuda:1 and so on, as there are GPUs")
+    return target
+
+
 def _calibration(
     config: QuantizeConfig,
     calibration: str | Path | Sequence[str] | Tensor | None,
@@ -313,8 +327,9 @@ def _calibration(
     if calibration is None:
         raise ValueError(f"method {config.method!r} needs calibration: a text or JSONL file, a data set, or token ids")
     context = getattr(source.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if context is not None and config.seqlen > context:
-        raise ValueError(f"seqlen={config.seqlen} is more than the model's context of {context}")
+    seqlen = calibration.shape[-1] if isinstance(calibration, Tensor) else config.seqlen  # ids are taken as they are
+    if context is not None and seqlen > context:
+        raise ValueError(f"seqlen={seqlen} is more than the model's context of {context}")
     if tokenizer is None and not isinstance(calibration, Tensor):
         try:
             tokenizer = AutoTokenizer.from_pretrained(source.path)

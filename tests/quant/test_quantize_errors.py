@@ -274,6 +274,27 @@ def test_a_disk_that_fills_up_keeps_what_was_finished_for_a_resume(
     assert report.resumed_layers == 1
 
 
+def test_a_folder_that_somebody_fills_meanwhile_costs_no_finished_layer(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    assemble = partial_output.PartialOutput.assemble
+
+    def slow(self: partial_output.PartialOutput, tensors: Any) -> int:
+        output.mkdir()
+        (output / "precious").write_text("mine")
+        return assemble(self, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(partial_output.PartialOutput, "assemble", slow)
+        with pytest.raises(ValueError, match="exists and is not empty"):
+            quantize(model_path, output)
+    assert [path.name for path in output.iterdir()] == ["precious"]
+    (output / "precious").unlink()
+    report = hf_paged.quantize(model_path, CONFIG, ids(), output=output, device="cpu", progress=False, resume=True)
+    assert report.resumed_layers == 2
+
+
 def test_a_write_that_the_system_refuses_is_an_error_with_the_files_name(model_path: Path, tmp_path: Path) -> None:
     """A real limit on the size of a file: safetensors raises an error type of its own."""
     code = f"""
