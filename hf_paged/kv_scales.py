@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -149,7 +149,11 @@ def load_kv_scales(path: str | os.PathLike[str], specs: Sequence[LayerSpec]) -> 
     """
     if not os.path.isfile(path):
         raise OSError(f"there is no file {path}; `hf-paged calibrate MODEL -o FILE` writes one")
-    with safe_open(path, "pt") as file:
+    try:
+        opened = safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no file of hf-paged calibrate: {error}") from error
+    with opened as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != _VERSION:
             found = metadata.get("format")

@@ -159,6 +159,10 @@ def test_the_file_of_another_model_and_no_file_are_refused(tmp_path: Path) -> No
         LLM(tiny_model("qwen3"), kv_cache_dtype="int8", kv_scales=str(file), num_blocks=8)
     with pytest.raises(ValueError, match="3 attention layers; this one has 4"):
         LLM(tiny_model("gemma3_text"), kv_cache_dtype="int8", kv_scales=str(file), num_blocks=8)
+    other = tmp_path / "text.txt"
+    other.write_text("no safetensors, but long enough to be some")
+    with pytest.raises(ValueError, match=r"text\.txt is no file of hf-paged calibrate"):
+        LLM(tiny_model("llama"), kv_cache_dtype="int8", kv_scales=str(other), num_blocks=8)
     with pytest.raises(OSError, match="calibrate"):
         LLM(tiny_model("llama"), kv_cache_dtype="int8", kv_scales=str(tmp_path / "none"), num_blocks=8)
 
