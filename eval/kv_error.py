@@ -23,6 +23,7 @@ from hf_paged.eval.texts import check_windows, context_of
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 from hf_paged.kernels.reference import gather_pages
 from hf_paged.kv_cache import KVCache, layer_formats
+from hf_paged.model_inputs import one_prompt
 from hf_paged.model_runner import StepContext
 
 
@@ -74,26 +75,12 @@ def measure_kv_error(
     ids = torch.tensor(token_ids, device=engine.device)
     positions = torch.arange(len(ids), device=engine.device)
     metadata = tuple(
-        _one_sequence(1 + group * num_blocks, num_blocks, config.block_size, positions)
+        one_prompt(1 + group * num_blocks, num_blocks, config.block_size, positions)
         for group in range(len(stored.groups))
     )
     probe = _Probe(exact, stored, metadata)
     engine.runner.model(ids, positions, probe, positions[-1:])
     return [probe.errors[i] for i in sorted(probe.errors)]
-
-
-def _one_sequence(first_block: int, num_blocks: int, block_size: int, positions: Tensor) -> AttentionMetadata:
-    """All of a text as one prefill, in consecutive blocks."""
-    length, device = len(positions), positions.device
-    return AttentionMetadata(
-        cu_seqlens_q=torch.tensor([0, length], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
-        block_tables=torch.arange(first_block, first_block + num_blocks, dtype=torch.int32, device=device)[None],
-        slot_mapping=first_block * block_size + positions,
-        num_decodes=0,
-        max_seqlen_q=length,
-        max_seq_len=length,
-    )
 
 
 class _Probe(StepContext):

@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_paged.attention import ATTENTION_NAME
 from hf_paged.config import AUTO_QUALITY, EngineConfig, parse_kv_cache_dtype
-from hf_paged.kernels.layout import AttentionMetadata
 from hf_paged.kv_cache import KVCache, LayerFormat
 from hf_paged.kv_calibration import CALIBRATIONS, FORMATS, OWN_TOKENS, calibrate, calibration_tokens
 from hf_paged.kv_protection import plan_layers, scales_of
 from hf_paged.kv_scales import KVMix, KVScales, load_kv_scales, save_kv_scales
+from hf_paged.model_inputs import one_prompt
 from hf_paged.model_runner import StepContext
 from hf_paged.model_view import build_view
 from hf_paged.packed_model import PackedModel
@@ -108,9 +108,12 @@ def calibrated_file(
         dtype, device: as of `LLM`.
 
     Raises:
-        OSError: there is no such model.
+        OSError: there is no such model, or no folder for `output`.
         ValueError: the model cannot be paged, or the text has fewer than two tokens.
     """
+    folder = os.path.dirname(os.path.abspath(output))
+    if not os.path.isdir(folder):
+        raise OSError(f"there is no folder {folder} for the calibration")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     packed = PackedModel(build_view(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device).eval()))
     ids = None
@@ -166,22 +169,8 @@ def paged_log_probs(packed: PackedModel, formats: Mapping[int, LayerFormat], ids
     cache = KVCache(packed.specs, formats, num_blocks=0, block_size=_BLOCK_SIZE)
     cache.grow(1 + blocks * len(cache.groups))
     positions = torch.arange(len(ids), device=ids.device)
-    metadata = tuple(_one_sequence(1 + g * blocks, blocks, positions) for g in range(len(cache.groups)))
+    metadata = tuple(one_prompt(1 + g * blocks, blocks, _BLOCK_SIZE, positions) for g in range(len(cache.groups)))
     return packed(ids, positions, StepContext(cache, metadata)).float().log_softmax(-1)
-
-
-def _one_sequence(first: int, blocks: int, positions: Tensor) -> AttentionMetadata:
-    """A sequence of `len(positions)` tokens in `blocks` blocks from `first` on."""
-    length, device = len(positions), positions.device
-    return AttentionMetadata(
-        cu_seqlens_q=torch.tensor([0, length], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
-        block_tables=torch.arange(first, first + blocks, dtype=torch.int32, device=device)[None],
-        slot_mapping=first * _BLOCK_SIZE + positions,
-        num_decodes=0,
-        max_seqlen_q=length,
-        max_seq_len=length,
-    )
 
 
 def _bytes_per_token(packed: PackedModel, formats: Mapping[int, LayerFormat]) -> float:

@@ -117,6 +117,20 @@ class ModelInputs:
         )
 
 
+def one_prompt(first_block: int, num_blocks: int, block_size: int, positions: Tensor) -> AttentionMetadata:
+    """One whole prompt at `positions` `[length]` int64, in `num_blocks` neighbouring blocks."""
+    length, device = len(positions), positions.device
+    return AttentionMetadata(
+        cu_seqlens_q=torch.tensor([0, length], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
+        block_tables=torch.arange(first_block, first_block + num_blocks, dtype=torch.int32, device=device)[None],
+        slot_mapping=first_block * block_size + positions,
+        num_decodes=0,
+        max_seqlen_q=length,
+        max_seq_len=length,
+    )
+
+
 class InputBuilder:
     """Builds `ModelInputs`; owns the host's per-row tables and the staging memory."""
 
