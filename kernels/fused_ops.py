@@ -21,8 +21,9 @@ _FEW_ROWS = 16  # at most so many rows are bound by reading the weight: there ou
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x` `[..., K]` times `weight` `[N, K]` transposed, plus `bias` `[N]`."""
-    few = x.numel() <= _FEW_ROWS * x.shape[-1]
-    if not (few and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and x.numel() > 0):
+    few = 0 < x.numel() <= _FEW_ROWS * x.shape[-1]
+    contiguous = x.stride(-1) == weight.stride(-1) == 1  # channels, as the kernel reads them
+    if not (few and contiguous and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)):
         return torch.nn.functional.linear(x, weight, bias)
     from hf_paged.kernels.few_rows_linear import few_rows_linear  # Triton exists on Linux only
 

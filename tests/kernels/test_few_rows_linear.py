@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from hf_paged.kernels.few_rows_linear import MAX_ROWS, FewRowsConfig, few_rows_linear
+from hf_paged.kernels.fused_ops import linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies the bits of bf16, so bf16 is for the GPU
@@ -43,6 +44,14 @@ def test_any_shape_is_the_linear_rounded_once(
     step = torch.finfo(dtype).eps
     tolerance = step / 2 * expected.abs() * (1 + step) + k * 2.0**-24 * magnitude
     assert ((actual.double() - expected).abs() <= tolerance).all()
+
+
+@pytest.mark.gpu
+def test_operands_that_lie_transposed_go_to_torch() -> None:
+    """The kernel reads neighbouring channels; what the definition takes must not end in an assertion."""
+    x, weight = torch.randn(64, 4, device="cuda").half().t(), torch.randn(64, 32, device="cuda").half().t()
+    for a, b in ((x, weight.contiguous()), (x.contiguous(), weight)):
+        assert torch.equal(linear(a, b, None), torch.nn.functional.linear(a, b))
 
 
 @pytest.mark.gpu
