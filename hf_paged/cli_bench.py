@@ -108,7 +108,7 @@ def throughput(
 def latency(
     model: BenchModel,
     prompt_tokens: PromptTokens = None,
-    new_tokens: NewTokens = 128,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate; times between them count.")] = 128,
     dense: Annotated[bool, typer.Option("--dense", help="Also dense generate.")] = False,
     repeats: Repeats = 5,
     kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,
@@ -199,7 +199,7 @@ def kernels(
     head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated; default: 128.")] = None,
     kv_format: Annotated[
         list[str] | None,
-        typer.Option("--format", help="bf16, fp16, int8, fp8; may be repeated; default: all but fp16."),
+        typer.Option("--format", help="bf16, fp16, int8, fp8, int4; may be repeated; default: bf16, int8, fp8."),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="One case instead of the list.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens per sequence, with --batch.")] = 4096,

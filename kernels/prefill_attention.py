@@ -298,7 +298,7 @@ def prefill_attention(
     """Attention of the rows of `query` `[T, heads, head_dim]` after the decodes, written to the same rows of `out`.
 
     Never synchronises. Rows past `cu_seqlens_q[-1]` are left as they are. Long prompts on coded pages go through the
-    workspace of `wide_pages.py`, except under a given `config`.
+    workspace of `prefill_workspace.py`, except under a given `config`.
     """
     attend = partial(_attend, scale=scale, window=window, softcap=softcap, config=config)
     if config is None and prefill_workspace.wanted(query, layer, meta):
