@@ -369,8 +369,10 @@ def fits(query: Tensor, layer: LayerKV) -> bool:
     sides = (layer.k, layer.v)
     if not any(isinstance(pages, GroupPages) for pages in sides) or any(isinstance(p, PlainPages) for p in sides):
         return False
+    capability = (8, 9) if any(pages.tensor.dtype == torch.float8_e4m3fn for pages in sides) else (8, 0)
     return (
         query.is_cuda
+        and torch.cuda.get_device_capability(query.device) >= capability
         and query.dtype != torch.float32
         and all(pages.head_dim in (64, 128) for pages in sides)
         and query.shape[1] // layer.k.tensor.shape[1] <= 8
