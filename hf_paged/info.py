@@ -86,7 +86,7 @@ def model_info(
     """Describe the model in the folder (or hub repository) `path`.
 
     Args:
-        fusion: load the weights and run the fusion pass; None = where the engine would, on a GPU.
+        fusion: load the weights and run the fusion pass; None = on a GPU, where that takes seconds.
         protection: load the weights and calibrate, as the engine would; None = on a GPU.
         kv_scales: or read what `hf-paged calibrate` wrote.
 
