@@ -114,6 +114,7 @@ def check_plot(file: Path | None) -> None:
         )
     if not file.parent.is_dir():
         raise OSError(f"there is no folder {file.parent} for the plot")
+    cli.check_writable("--plot", file)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError('--plot needs the package matplotlib: pip install "hf_paged[eval]"')
 

@@ -88,12 +88,12 @@ def quantize(
         change = _evaluate(model, output, text_ids, device)
         report = replace(report, evaluation={"text": evaluate.name, **change})
         report.write(output / "quantize_report.json")
-    if plot is not None:
-        plot_errors(report, plot)
     if as_json:
         print(json.dumps(report.as_dict()))
     else:
         _print(report)
+    if plot is not None:
+        plot_errors(report, plot)
 
 
 def _token_ids(model: str, text: Path) -> list[int]:

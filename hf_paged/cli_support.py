@@ -82,14 +82,32 @@ def usable(device: str | None) -> str | None:
     """
     import torch  # not for --help and bad use
 
-    if device is not None and device.startswith("cuda"):
-        try:
-            index = torch.device(device).index or 0
-        except RuntimeError as error:
-            raise ValueError(f"device={device!r} is not a device: {error}") from error
-        if index >= torch.cuda.device_count():
-            raise ValueError(f"device={device!r} is not here; GPUs that PyTorch sees: {torch.cuda.device_count()}")
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = torch.device("meta")
+    if found.type == "meta":  # holds no values
+        raise ValueError(f"device={device!r} is no device to run on; allowed: cpu, cuda, cuda:1 and so on")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={device!r} is not here; GPUs that PyTorch sees: {torch.cuda.device_count()}")
     return device
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Refuse a file that cannot be written, before the work that ends in it. What is there stays as it is.
+
+    Raises:
+        OSError: a folder of that name, no such folder, or no permission.
+    """
+    existed = file.exists()
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise OSError(f"{option} {file} cannot be written: {error.strerror}") from error
+    if not existed:
+        file.unlink()
 
 
 def quiet_unless_terminal() -> None:

@@ -87,7 +87,7 @@ def load_calibration(
     ids = torch.tensor(list(_tokens(texts, tokenizer, limit)), dtype=torch.int64)
     windows = len(ids) // seqlen
     if windows < samples:
-        fix = f"lower samples to {windows}" if windows else f"lower seqlen to {len(ids)} or less"
+        fix = f"lower samples to {windows}" if windows else f"lower seqlen to {max(len(ids), 2)} or less"
         raise ValueError(
             f"calibration {name} has {len(ids):,} tokens, {samples} windows of {seqlen} need {needed:,}: "
             f"{fix}, or give more text"
@@ -107,14 +107,16 @@ def _open(source: str | Path | Sequence[str], tokenizer: PreTrainedTokenizerBase
     if not isinstance(source, str | Path):
         return f"{len(source)} texts", _checked(source)
     path = Path(source)
-    if path.is_dir() or (not path.exists() and (path.suffix or path.is_absolute())):
+    if path.is_dir():
+        raise ValueError(f"calibration={str(source)!r} is a folder; allowed: a text or JSONL file, a data set")
+    if not path.exists() and (path.suffix or path.is_absolute()):
         raise ValueError(f"calibration={str(source)!r}: no such file; allowed: a text or JSONL file, a data set")
     if not path.exists():
         return str(source), (_text(row, tokenizer, str(source)) for row in _dataset(str(source)))
     if path.suffix in (".jsonl", ".ndjson"):
         return path.name, (_text(row, tokenizer, where) for row, where in _json_lines(path))
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"calibration {path}: expected UTF-8 text, found byte {error.start} that is none") from error
     if not text.strip():
@@ -130,13 +132,14 @@ def _checked(texts: Sequence[str]) -> Iterator[str]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[Any, str]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield json.loads(line), f"{path}:{number}"
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"calibration {path}:{number}: expected JSON, found {error}") from error
+                    row = json.loads(line.decode("utf-8-sig"))
+                except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+                    raise ValueError(f"calibration {path}:{number}: expected JSON in UTF-8, found {error}") from error
+                yield row, f"{path}:{number}"
 
 
 def _text(row: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
@@ -148,7 +151,10 @@ def _text(row: Any, tokenizer: PreTrainedTokenizerBase, where: str) -> str:
     if isinstance(row, Mapping) and isinstance(row.get("messages"), list):
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(f"calibration {where}: `messages` need a chat template, and the tokenizer has none")
-        return str(tokenizer.apply_chat_template(row["messages"], tokenize=False))
+        try:
+            return str(tokenizer.apply_chat_template(row["messages"], tokenize=False))
+        except Exception as error:  # a template is a program and fails as it likes
+            raise ValueError(f"calibration {where}: the chat template refuses `messages`: {error}") from error
     found = sorted(row) if isinstance(row, Mapping) else type(row).__name__
     raise ValueError(f"calibration {where}: expected a string, or an object with `text` or `messages`, found {found}")
 

@@ -96,6 +96,11 @@ class Hessian:
                 raise ValueError(f"reference activations are {list(reference.shape)}, expected {list(x.shape)}")
             _add_product(self._cross, reference.to(x.dtype), x)
 
+    def check_finite(self) -> None:
+        """Raise ValueError when NaN or infinite activations came in."""
+        if not torch.isfinite(self._abs).all():
+            raise ValueError("activations hold NaN or infinite values, expected finite ones")
+
     def merge(self, other: Hessian) -> None:
         """Take in all that another one, not asymmetric, has seen."""
         self.matrix.add_(other.matrix)

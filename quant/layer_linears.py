@@ -78,7 +78,11 @@ def plan_linears(source: SourceModel, layers: Sequence[str], config: QuantizeCon
         if pattern not in matched:
             raise ValueError(f"skip={pattern!r} matches no linear of the decoder layers, such as {_example(plan)}")
     if not plan.shapes:
-        raise ValueError(f"{type(source.model).__name__}: no linear is left to quantize; stay plain: {plan.plain}")
+        name, reason = next(iter(plan.plain.items()), ("none", "the decoder layers have no linear"))
+        raise ValueError(
+            f"{type(source.model).__name__}: no linear is left to quantize; all {len(plan.plain)} stay plain, such as "
+            f"{name}: {reason}"
+        )
     return plan
 
 

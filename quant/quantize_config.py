@@ -22,6 +22,7 @@ METHODS = ("awq", "gptq", "rtn", "fp8", "int8")
 FORMATS = ("auto", "awq", "gptq", "gptq_v2", "compressed-tensors")
 CALIBRATED = ("awq", "gptq")
 _DEFAULT_GROUP = 128
+_OWN_SETTINGS = {"static_groups": "gptq", "true_sequential": "gptq", "damping": "gptq", "clip": "awq"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class QuantizeConfig:
         for name in ("sym", "mse", "act_order"):
             if getattr(self, name) is not None:
                 check_bool(name, getattr(self, name))
-        if self.bits is not None and self.bits not in (2, 3, 4, 8):
+        if self.bits is not None and (not isinstance(self.bits, int) or self.bits not in (2, 3, 4, 8)):
             refuse("bits", self.bits, "2, 3, 4 or 8")
         if self.group_size is not None and self.group_size != -1:
             check_int("group_size", self.group_size, minimum=1)
@@ -129,6 +130,10 @@ class QuantizeConfig:
         for name in ("scale", "asymmetry"):
             if getattr(self, name) and self.method != "gptq":
                 refuse(name, getattr(self, name), f"nothing with method={self.method!r}; only gptq has it")
+        for name, owner in _OWN_SETTINGS.items():
+            default = type(self).__dataclass_fields__[name].default
+            if self.method != owner and getattr(self, name) != default:
+                refuse(name, getattr(self, name), f"{default} with method={self.method!r}; only {owner} has it")
 
     def _check_format(self) -> None:
         chosen = self._choices()

@@ -67,6 +67,19 @@ class SourceModel:
         text = json.dumps([self.config.to_json_string(), files, specs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def refuse_missing(self, prefix: str) -> None:
+        """Raise ValueError when a tensor of the module `prefix` is not in the files."""
+        names = [name for name in self._shapes if name.startswith(f"{prefix}.")]
+        if missing := [name for name in names if self._key(name) is None and not self._ignored(name)]:
+            raise ValueError(
+                f"{len(missing)} tensors of config.json's model are missing from the files of {self.path}, such as "
+                f"{missing[0]}"
+            )
+
+    def _key(self, name: str) -> str | None:
+        """Where the files hold a tensor of the model."""
+        return self.file_name.get(name) or self.file_name.get(self.tied.get(name, ""))
+
     def fill(self, prefix: str, device: torch.device, dtype: torch.dtype | None) -> None:
         """Give the module `prefix` ("" for what no module owns) its weights, on `device`, floats as `dtype`."""
         module = self.model.get_submodule(prefix)
@@ -93,7 +106,7 @@ class SourceModel:
         """
         wanted: dict[str, list[tuple[str, str]]] = {}
         for name in names:
-            key = self.file_name.get(name) or self.file_name.get(self.tied.get(name, ""))
+            key = self._key(name)
             if key is None:
                 if self._ignored(name):
                     continue
@@ -185,7 +198,12 @@ def _weight_files(path: str) -> list[str]:
     """The safetensors files of a folder or hub name."""
     index = cached_file(path, _INDEX, _raise_exceptions_for_missing_entries=False)
     if index is not None:
-        files, _ = get_checkpoint_shard_files(path, index)
+        try:
+            files, _ = get_checkpoint_shard_files(path, index)
+        except (KeyError, AttributeError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"model {path}: {_INDEX} is damaged, expected JSON with a weight_map: {error}") from error
+        if missing := [file for file in files if not Path(file).is_file()]:
+            raise ValueError(f"model {path}: {_INDEX} names {Path(missing[0]).name}, which is not there")
         return list(files)
     single = cached_file(path, _SINGLE, _raise_exceptions_for_missing_entries=False)
     if single is None:
