@@ -29,6 +29,7 @@ from hf_paged.quant.unfused_experts import PROJECTIONS, UnfusedExperts, can_unfu
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a file: a weight file is not read whole to tell it from another
 
 
 class SourceModel:
@@ -61,8 +62,8 @@ class SourceModel:
         return fields
 
     def fingerprint(self) -> str:
-        """A hash of the config and of what the files' headers say."""
-        files = {Path(file).name: Path(file).stat().st_size for file in set(self.header.files.values())}
+        """A hash of the config, of what the files' headers say, and of samples of the weights."""
+        files = {Path(file).name: _sampled(Path(file)) for file in set(self.header.files.values())}
         specs = {name: str(spec) for name, spec in self.header.specs.items()}
         text = json.dumps([self.config.to_json_string(), files, specs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -179,6 +180,17 @@ class SourceModel:
     def _ignored(self, name: str) -> bool:
         patterns = getattr(self.model, "_keys_to_ignore_on_load_missing", None) or ()
         return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _sampled(file: Path) -> str:
+    """A hash of the length and of pieces from all over a file: weights of another training differ in every one."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as opened:
+        for i in range(_SAMPLES):
+            opened.seek(size * i // _SAMPLES)
+            digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _refuse_quantized(path: str, config: Any) -> None:

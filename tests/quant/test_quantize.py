@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_tokenizer import tiny_tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_paged
 from hf_paged.quant import decoder_layers, layer_quantizers, partial_output
@@ -46,7 +46,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def quantize(model_path: Path, output: Path, config: QuantizeConfig = CONFIG, **options: Any) -> QuantizeReport:
+def quantize(
+    model_path: Path | PreTrainedModel, output: Path, config: QuantizeConfig = CONFIG, **options: Any
+) -> QuantizeReport:
     return hf_paged.quantize(
         model_path, config, ids() if config.calibrated else None, output=output, device="cpu", progress=False, **options
     )
@@ -249,6 +251,25 @@ def test_a_resumed_run_gives_the_files_of_one_that_was_never_stopped(
     assert report.resumed_layers == 2 and len(report.layers) == 3
     assert same_weights(tmp_path / "whole", tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_other_weights_of_the_same_shapes_do_not_continue_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a model of one training beside half a model of another would load without a word."""
+
+    def stopped(*args: Any) -> None:
+        raise Stopped
+
+    monkeypatch.setattr(partial_output.PartialOutput, "assemble", stopped)
+    model = tiny_model("llama", intermediate_size=128)
+    for _ in range(2):  # the same weights do
+        with pytest.raises(Stopped):
+            quantize(model, tmp_path / "out", resume=True)
+    for parameter in model.parameters():
+        parameter.data *= 1.01
+    with pytest.raises(ValueError, match="was started with model="):
+        quantize(model, tmp_path / "out", resume=True)
 
 
 def test_another_calibration_text_does_not_continue_a_run(
