@@ -20,7 +20,11 @@ def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", dir_okay=False)],
     text: Annotated[
         Path | None,
-        typer.Option(help="A UTF-8 text like those to be served; default: tokens of the model's own.", exists=True),
+        typer.Option(
+            help="A UTF-8 text like those to be served; default: tokens of the model's own.",
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to read, from its start.")] = 2048,
     perplexity_budget: Annotated[
@@ -29,17 +33,21 @@ def calibrate(
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
 ) -> None:
-    """Measure a model's keys and values: offsets and factors for every format, the error of each, the mix for a budget.
+    """Measure a model's keys and values once, into a file.
 
+    It holds offsets and factors for every format, the error of each, and the mix of formats for a budget.
     `kv_scales=FILE` (LLM, cache_config, eval) then starts without a calibration.
     """
+    from hf_paged.eval.texts import read_text
     from hf_paged.kv_mix import calibrated_file
 
+    cli.checked(EngineConfig, {"kv_perplexity_budget": perplexity_budget})
+    cli.check_writable("--output", output)
     cli.quiet_unless_terminal()
     scales = calibrated_file(
         cli.existing(model),
         output,
-        text=None if text is None else text.read_text(encoding="utf-8"),
+        text=None if text is None else read_text(text),
         max_tokens=max_tokens,
         perplexity_budget=perplexity_budget,
         dtype=dtype.value,

@@ -101,6 +101,8 @@ def check_writable(option: str, file: Path) -> None:
     Raises:
         OSError: a folder of that name, no such folder, or no permission.
     """
+    if not file.parent.is_dir():
+        raise OSError(f"there is no folder {file.parent} for {option}")
     existed = file.exists()
     try:
         file.open("ab").close()

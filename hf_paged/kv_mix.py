@@ -114,6 +114,7 @@ def calibrated_file(
     folder = os.path.dirname(os.path.abspath(output))
     if not os.path.isdir(folder):
         raise OSError(f"there is no folder {folder} for the calibration")
+    config = EngineConfig(kv_perplexity_budget=perplexity_budget)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     packed = PackedModel(build_view(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device).eval()))
     ids = None
@@ -122,7 +123,7 @@ def calibrated_file(
     tokens = calibration_tokens(packed, ids)
     source = OWN_TOKENS if ids is None else "text"
     scales = calibrate(packed, FORMATS, FORMATS, token_ids=tokens, source=f"{len(tokens)} tokens of {source}")
-    mix = find_mix(packed, scales, tokens, EngineConfig(kv_perplexity_budget=perplexity_budget))
+    mix = find_mix(packed, scales, tokens, config)
     scales = replace(scales, mix=mix)
     save_kv_scales(scales, output)
     return scales

@@ -99,11 +99,23 @@ def scales_of(model: PreTrainedModel, packed: PackedModel, config: EngineConfig)
     if config.kv_scales == "off":
         return None
     if config.kv_scales != "auto":
-        return load_kv_scales(config.kv_scales, packed.specs)
+        return _from_file(packed, config)
     k_formats, v_formats = (_measured(side) for side in parse_kv_cache_dtype(config.kv_cache_dtype))
     if not k_formats and not v_formats:
         return None
     return CALIBRATIONS.get(model, packed, k_formats, v_formats)
+
+
+def _from_file(packed: PackedModel, config: EngineConfig) -> KVScales:
+    """The scales of a file, which must hold those that the config asks for: it would serve without, and not say so."""
+    scales = load_kv_scales(config.kv_scales, packed.specs)
+    asked = zip("KV", parse_kv_cache_dtype(config.kv_cache_dtype), (scales.k_formats, scales.v_formats), strict=True)
+    for side, name, held in asked:
+        if name != "auto" and name not in held:
+            raise ValueError(
+                f"{config.kv_scales} holds no {side} in {name}; it has {', '.join(sorted(held)) or 'none'}"
+            )
+    return scales
 
 
 def _measured(asked: str) -> list[str]:

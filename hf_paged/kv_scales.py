@@ -11,13 +11,16 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hf_paged.config import KV_FORMATS, EngineConfig
 from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.layer_probe import LayerSpec
 
@@ -123,7 +126,7 @@ def transform_of(
 
 
 def save_kv_scales(scales: KVScales, path: str | os.PathLike[str]) -> None:
-    """Write `scales` to `path`."""
+    """Write `scales` to `path`: whole under that name, or not at all. Raises OSError."""
     tensors: dict[str, Tensor] = {}
     errors: dict[int, dict[str, dict[str, float]]] = {}
     for index, layer in scales.layers.items():
@@ -137,7 +140,14 @@ def save_kv_scales(scales: KVScales, path: str | os.PathLike[str]) -> None:
     metadata = {"format": _VERSION, "source": scales.source, "errors": json.dumps(errors)}
     if scales.mix is not None:
         metadata["mix"] = json.dumps(vars(scales.mix))
-    save_file(tensors, path, metadata)
+    unfinished = f"{os.fspath(path)}.unfinished"
+    try:
+        save_file(tensors, unfinished, metadata)
+        os.replace(unfinished, path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            os.unlink(unfinished)
+        raise OSError(f"cannot write {path}: {error}") from error
 
 
 def load_kv_scales(path: str | os.PathLike[str], specs: Sequence[LayerSpec]) -> KVScales:
@@ -159,7 +169,12 @@ def load_kv_scales(path: str | os.PathLike[str], specs: Sequence[LayerSpec]) -> 
             found = metadata.get("format")
             raise ValueError(f"{path} has format {found!r}; allowed: {_VERSION!r}, as hf-paged calibrate writes")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    errors = {int(index): entry for index, entry in json.loads(metadata["errors"]).items()}
+    try:
+        errors = {int(index): entry for index, entry in json.loads(metadata["errors"]).items()}
+        mix = _mix(json.loads(metadata["mix"])) if "mix" in metadata else None
+        source = metadata["source"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: its metadata is damaged, calibrate again: {error!r}") from error
     if set(errors) != {spec.layer_idx for spec in specs}:
         raise ValueError(f"{path} is of a model with {len(errors)} attention layers; this one has {len(specs)}")
     layers = {
@@ -170,27 +185,60 @@ def load_kv_scales(path: str | os.PathLike[str], specs: Sequence[LayerSpec]) -> 
         for spec in specs
         for entry in (errors[spec.layer_idx],)
     }
-    mix = json.loads(metadata["mix"]) if "mix" in metadata else None
-    return KVScales(
-        layers=layers,
-        source=metadata["source"],
-        mix=None if mix is None else KVMix(**{**mix, "skip_layers": tuple(mix["skip_layers"])}),
+    used = sum(
+        scale is not None
+        for layer in layers.values()
+        for side in (layer.keys, layer.values)
+        for found in side.values()
+        for scale in (found.offset, found.factor)
     )
+    if used != len(tensors):
+        raise ValueError(f"{path} holds {len(tensors)} tensors, and its metadata speaks of {used}; calibrate again")
+    return KVScales(layers=layers, source=source, mix=mix)
+
+
+def _mix(fields: Mapping[str, Any]) -> KVMix:
+    """Of JSON. Raises ValueError, TypeError or KeyError for what no calibration writes."""
+    mix = KVMix(**{**fields, "skip_layers": tuple(fields["skip_layers"])})
+    budget = "off" if mix.error_budget is None else mix.error_budget
+    EngineConfig(
+        kv_cache_dtype=mix.kv_cache_dtype, kv_error_budget=budget, skip_layers=mix.skip_layers,
+        kv_perplexity_budget=mix.perplexity_budget,
+    )  # fmt: skip
+    if not (math.isfinite(mix.perplexity_change) and math.isfinite(mix.bytes_per_token)):
+        raise ValueError(f"mix {dict(fields)}")
+    return mix
 
 
 def _sides(
     path: str | os.PathLike[str],
     tensors: Mapping[str, Tensor],
     prefix: str,
-    errors: Mapping[str, float],
+    errors: object,
     shape: tuple[int, int],
 ) -> dict[str, SideScales]:
+    if not isinstance(errors, Mapping) or not all(
+        name in KV_FORMATS and isinstance(error, float | int) and 0 <= error < math.inf
+        for name, error in errors.items()
+    ):
+        raise ValueError(f"{path}: errors of {prefix} are {errors!r}; expected finite numbers >= 0 by format")
     for name, tensor in tensors.items():
-        if name.startswith(f"{prefix}.") and tuple(tensor.shape) != shape:
-            raise ValueError(f"{path}: {name} has shape {tuple(tensor.shape)}; this model needs {shape}")
+        if name.startswith(f"{prefix}."):
+            _check_scale(path, name, tensor, shape)
     return {
         name: SideScales(
             offset=tensors.get(f"{prefix}.{name}.offset"), factor=tensors.get(f"{prefix}.{name}.factor"), error=error
         )
         for name, error in errors.items()
     }
+
+
+def _check_scale(path: str | os.PathLike[str], name: str, tensor: Tensor, shape: tuple[int, int]) -> None:
+    """Raise ValueError for what would turn a cache into noise: it would fail nowhere."""
+    if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
+        found = f"{tuple(tensor.shape)} and dtype {tensor.dtype}"
+        raise ValueError(f"{path}: {name} has shape {found}; this model needs {shape} and torch.float32")
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{path}: {name} holds NaN or infinite values, expected finite ones")
+    if name.endswith(".factor") and not (torch.frexp(tensor).mantissa == 0.5).all():
+        raise ValueError(f"{path}: {name} holds other values than powers of two, which factors are")
