@@ -28,6 +28,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"max_content_width": 120},  # as wide as the terminal: at 80 the commands' summaries are cut off
 )
 app.command()(plain_errors(generate))
 app.command()(plain_errors(info))

@@ -175,7 +175,10 @@ def memory(
     prompt_tokens: Annotated[str, typer.Option(help="Prompt length or range.")] = "256..2048",
     new_tokens: NewTokens = 128,
 ) -> None:
-    """KV slots that a ragged batch holds but does not use, for every block size and for a padded dense cache."""
+    """KV slots that a ragged batch holds but does not use.
+
+    For every block size, and for a padded dense cache. Needs no model: the lengths decide.
+    """
     work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
     results = [paged_waste(work.prompt_lens, new_tokens, block_size) for block_size in BLOCK_SIZES]
     results.append(dense_waste(work.prompt_lens, new_tokens))

@@ -160,7 +160,10 @@ def divergence(
     device: cli.Device = None,
     as_json: cli.JSONOutput = False,
 ) -> None:
-    """KL divergence, top-1 agreement and the worst tokens of KV formats against 16-bit pages, teacher-forced."""
+    """KL divergence, top-1 agreement and worst tokens of KV formats.
+
+    Against 16-bit pages, teacher-forced: every token is predicted from the text before it.
+    """
     options = support.engine_options(block_size, kv_scales, kv_error_budget)
     caches = support.caches_of(support.formats_of(kv_cache_dtype, default="fp8,int8"), naive)
     support.check_source(text, dataset)

@@ -34,7 +34,10 @@ DatasetName = Annotated[
 ]
 KVFormats = Annotated[
     list[str] | None,
-    typer.Option("--kv-cache-dtype", help="Formats, a list such as auto,int8,k=int8,v=int4; may be repeated."),
+    typer.Option(
+        "--kv-cache-dtype",
+        help="Formats, a list such as auto,int8,k=int8,v=int4; may be repeated. Default: auto and 8 bits.",
+    ),
 ]
 Naive = Annotated[bool, typer.Option("--naive", help="Also each quantized format without smoothing and protection.")]
 KVScales = Annotated[str, typer.Option(help="Smoothing of K and V: auto, off, or a file of `hf-paged calibrate`.")]

@@ -35,7 +35,10 @@ def info(
         Path | None, typer.Option(help="Show it from a file of `hf-paged calibrate`.", exists=True, dir_okay=False)
     ] = None,
 ) -> None:
-    """Show layers, KV bytes per token by format, tokens that fit this machine, and what is fused and protected."""
+    """Show layers, KV bytes per token and how many tokens fit.
+
+    By KV format, on this machine; also what is fused, and which layers are stored finer.
+    """
     from hf_paged.info import model_info  # not for --help
 
     cli.quiet_unless_terminal()

@@ -161,9 +161,9 @@ def kv_memory(weight_bytes: int) -> tuple[str, int]:
 
 def _fusion(path: str, kv_bytes: int, *, wanted: bool | None) -> FusionReport:
     if wanted is False:
-        return not_fused("not looked at")
+        return FusionReport(components=(), off="fusion: not looked at")
     if wanted is None and not torch.cuda.is_available():
-        return not_fused("not looked at: that takes the weights; --fusion loads them")
+        return FusionReport(components=(), off="fusion: not looked at, since it takes the weights; --fusion loads them")
     if kv_bytes == 0:
         return not_fused("the weights do not fit this machine")
     return fuse(build_view(_loaded(path)))

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from tiny_tokenizer import tiny_tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from hf_paged import cli_generate
 from hf_paged.cli import app
+from hf_paged.cli_bench import bench
+from hf_paged.cli_eval import evaluate
 from hf_paged.eval.machine import Machine
 from hf_paged.eval.workload import least_seconds, make_workload
 from hf_paged.outputs import CompletionOutput, RequestOutput
@@ -199,6 +202,13 @@ def test_a_model_is_sampled_as_its_makers_say_unless_the_user_says_otherwise(
 
 def test_the_version_is_that_of_the_package() -> None:
     assert run("--version").stdout == f"hf-paged {importlib.metadata.version('hf-paged')}\n"
+
+
+def test_a_list_of_commands_says_what_each_does_to_the_end_of_the_sentence() -> None:
+    groups = [typer.main.get_group(part) for part in (app, bench, evaluate)]
+    assert all(group.commands for group in groups)
+    for command in (command for group in groups for command in group.commands.values()):
+        assert not command.get_short_help_str(limit=100).endswith("..."), command.name  # 120 columns less the name
 
 
 def test_layers_to_skip_are_numbers_with_commas_between(monkeypatch: pytest.MonkeyPatch) -> None:
