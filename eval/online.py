@@ -21,6 +21,8 @@ from hf_paged.eval.throughput import greedy, make_llm
 from hf_paged.eval.workload import Workload
 from hf_paged.llm import LLM
 
+_LEAST_RATE = 1e-6  # requests per second: one in eleven days
+
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineResult:
@@ -41,6 +43,12 @@ class OnlineResult:
         return asdict(self) | {"rate": rate}
 
 
+def check_rate(rate: float) -> None:
+    """Raise ValueError for a rate at which requests never come."""
+    if not rate >= _LEAST_RATE:
+        raise ValueError(f"rate={rate} is not allowed; allowed: requests per second, {_LEAST_RATE:g} or more")
+
+
 def measure_online(
     model: PreTrainedModel,
     workload: Workload,
@@ -54,10 +62,9 @@ def measure_online(
     A warm-up run, in which all arrive at once, captures graphs and compiles kernels.
 
     Raises:
-        ValueError: `rate` is not positive, or the workload is longer than the model's context.
+        ValueError: `rate` is not one of `check_rate`, or the workload is longer than the model's context.
     """
-    if not rate > 0:
-        raise ValueError(f"rate={rate} is not allowed; allowed: requests per second, above 0")
+    check_rate(rate)
     llm = make_llm(model, workload, engine_options or {})
     machine = measure_machine(model.device, model.dtype)
     prompts, arrivals = workload.prompts(llm.engine.vocab_size), _arrivals(len(workload.prompt_lens), rate)

@@ -41,6 +41,8 @@ def dataset_text(name: str, split: str = "test") -> str:
     except ImportError as error:
         raise ValueError('a data set by name needs the package datasets: pip install "hf_paged[eval]"') from error
     path, _, config = name.partition(":")
+    if not path.strip("/ "):
+        refuse("dataset", name, "NAME[:CONFIG], such as wikitext2")
     path, default = DATASETS.get(path, (path, None))
     try:
         rows = load_dataset(path, config or default, split=split)

@@ -152,8 +152,10 @@ def online(
     options = cli.engine_options(dict(locals()))
     work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
     from hf_paged.eval.bench_models import load_bench_model  # not for --help
-    from hf_paged.eval.online import measure_online
+    from hf_paged.eval.online import check_rate, measure_online
 
+    if rate is not None:
+        cli.checked(check_rate, {"rate": rate})
     cli.quiet_unless_terminal()
     loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=cli.usable(device))
     machine, result = measure_online(

@@ -148,7 +148,9 @@ def divergence(
     dataset: support.DatasetName = None,
     kv_cache_dtype: support.KVFormats = None,
     naive: support.Naive = False,
-    window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 1024,
+    window: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per window; default: 1024, or the context of a shorter model.")
+    ] = None,
     stride: support.Stride = None,
     max_windows: support.MaxWindows = None,
     worst: Annotated[int, typer.Option(min=0, help="Tokens to show per format, those of the largest KL.")] = 5,
@@ -170,7 +172,9 @@ def divergence(
     from hf_paged.eval.divergence import measure_divergence
     from hf_paged.eval.texts import check_windows, context_of, token_ids_of, windows_of
 
-    check_windows(window, stride, max_windows, context_of(support.config_of(model)))
+    context = context_of(support.config_of(model))
+    window = window or min(1024, context or 1024)
+    check_windows(window, stride, max_windows, context)
     content = support.text_of(text, dataset)
     loaded, tokenizer = support.load(model, dtype, device)
     ids = token_ids_of(tokenizer, content)

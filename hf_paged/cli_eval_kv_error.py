@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hf_paged import cli_eval_support as support
 from hf_paged import cli_support as cli
-from hf_paged.config import EngineConfig
+from hf_paged.config import EngineConfig, refuse
 
 if TYPE_CHECKING:
     from hf_paged.eval.kv_error import LayerError
@@ -22,7 +22,12 @@ def kv_error(
     dataset: support.DatasetName = None,
     kv_cache_dtype: support.KVFormats = None,
     naive: support.Naive = False,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to read, from the start of the text.")] = 1024,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Tokens to read, from the start of the text; default: 1024, or the context of a shorter model."
+        ),
+    ] = None,
     kv_scales: support.KVScales = "auto",
     kv_error_budget: support.KVErrorBudget = "auto",
     block_size: cli.BlockSize = EngineConfig.block_size,
@@ -41,9 +46,12 @@ def kv_error(
     support.check_source(text, dataset)
     support.check_plot(plot)
     from hf_paged.eval.kv_error import measure_kv_error
-    from hf_paged.eval.texts import check_windows, context_of, token_ids_of, windows_of
+    from hf_paged.eval.texts import context_of, token_ids_of, windows_of
 
-    check_windows(tokens, None, None, context_of(support.config_of(model)))
+    context = context_of(support.config_of(model))
+    if tokens is not None and context is not None and tokens > context:
+        refuse("tokens", tokens, f"2..{context}, the context of the model")
+    tokens = tokens or min(1024, context or 1024)
     content = support.text_of(text, dataset)
     loaded, tokenizer = support.load(model, dtype, device)
     (window,) = windows_of(token_ids_of(tokenizer, content), tokens, limit=1)

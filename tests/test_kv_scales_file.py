@@ -84,7 +84,8 @@ def _errors(value: object) -> Damage:
     "damage",
     [
         _nan, _zero_factor, _half, _unknown_tensor, _far_layer,
-        _set("errors", "{"), _set("errors", []), _set("mix", "{}"), _set("mix", {**vars(MIX), "kv_cache_dtype": "int3"}),
+        _set("errors", "{"), _set("errors", []),
+        _set("mix", "{}"), _set("mix", {**vars(MIX), "kv_cache_dtype": "int3"}),
         _set("mix", {**vars(MIX), "error_budget": "x"}), _set("mix", {**vars(MIX), "more": 1}),
         _errors({"int8": float("nan")}), _errors({"int8": "0.1"}), _errors({"int3": 0.1}), _errors(None),
     ],

@@ -1,0 +1,88 @@
+"""Bad use of the command line ends in one line and no traceback, before the work that it would spoil."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from model_zoo import VOCAB, tiny_model
+from tiny_tokenizer import tiny_tokenizer
+from typer.testing import CliRunner, Result
+
+from hf_paged.cli import app
+from hf_paged.quant import quantize as quantization
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(result: Result, code: int, message: str) -> None:
+    assert isinstance(result.exception, SystemExit), result.exception
+    output = " ".join(result.output.split())
+    assert result.exit_code == code and message in output, output
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer(VOCAB).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta"])
+@pytest.mark.parametrize("command", [("generate", "{}", "hi"), ("calibrate", "{}", "-o", "none.safetensors")])
+def test_a_device_that_holds_nothing_is_refused(model_path: Path, command: tuple[str, ...], device: str) -> None:
+    arguments = [str(model_path) if word == "{}" else word for word in command]
+    refused(run(*arguments, "--device", device), 1, f"device='{device}' is no device to run on")
+    assert not Path("none.safetensors").exists()
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_the_work(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "quantize", lambda *_, **__: pytest.fail("a model was quantized"))
+    plot = tmp_path / "folder.png"
+    plot.mkdir()
+    result = run("quantize", model_path, "-o", tmp_path / "out", "--method", "rtn", "--plot", plot)
+    refused(result, 1, "folder.png cannot be written")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--perplexity-budget", "inf"), 2, "kv_perplexity_budget=inf"),
+        (("--text", "{binary}"), 1, "is no UTF-8 text"),
+        (("--text", "{folder}"), 2, "is a directory"),
+    ],
+)
+def test_calibrate_refuses_and_leaves_no_file(
+    model_path: Path, tmp_path: Path, options: tuple[str, str], code: int, message: str
+) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    name, value = options[0], options[1].format(binary=tmp_path / "binary", folder=tmp_path)
+    refused(run("calibrate", model_path, "-o", tmp_path / "kv.safetensors", name, value), code, message)
+    assert not (tmp_path / "kv.safetensors").exists()
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan", "1e-300"])
+def test_a_rate_at_which_no_request_comes_is_refused(model_path: Path, rate: str) -> None:
+    refused(run("bench", "online", model_path, "--rate", rate), 2, "allowed: requests per second")
+
+
+def test_latency_of_one_token_has_no_time_between_tokens(model_path: Path) -> None:
+    refused(run("bench", "latency", model_path, "--new-tokens", "1"), 2, "--new-tokens")
+
+
+def test_a_data_set_without_a_name_is_refused(model_path: Path) -> None:
+    pytest.importorskip("datasets")
+    refused(run("eval", "divergence", model_path, "--dataset", ""), 1, "dataset='' is not allowed")
+
+
+def test_a_context_shorter_than_the_default_window_is_no_error(model_path: Path, tmp_path: Path) -> None:
+    """The text is: what is refused is named, and it is not an option that nobody gave."""
+    (tmp_path / "short.txt").write_text("hello")
+    for command in ("divergence", "kv-error"):
+        refused(run("eval", command, model_path, "--text", tmp_path / "short.txt"), 1, "fewer than one window of 256")
+    refused(run("eval", "kv-error", model_path, "--text", tmp_path / "short.txt", "--tokens", 300), 1, "tokens=300")
