@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -200,7 +200,7 @@ def load_kv_scales(path: str | os.PathLike[str], specs: Sequence[LayerSpec]) -> 
 def _mix(fields: Mapping[str, Any]) -> KVMix:
     """Of JSON. Raises ValueError, TypeError or KeyError for what no calibration writes."""
     mix = KVMix(**{**fields, "skip_layers": tuple(fields["skip_layers"])})
-    budget = "off" if mix.error_budget is None else mix.error_budget
+    budget: float | Literal["off"] = "off" if mix.error_budget is None else mix.error_budget
     EngineConfig(
         kv_cache_dtype=mix.kv_cache_dtype, kv_error_budget=budget, skip_layers=mix.skip_layers,
         kv_perplexity_budget=mix.perplexity_budget,

@@ -386,7 +386,7 @@ def test_a_gpu_that_is_not_here_is_told_in_one_line_not_by_an_assertion_of_torch
         for device in ("cuda:99", "cuda:x"):
             result = run(*command, "--device", device)
             assert result.exit_code == 1
-            assert result.stderr.startswith(f"error: device='{device}' is not")
+            assert result.stderr.startswith(f"error: device='{device}' is no")
 
 
 def test_a_damaged_weight_file_is_told_in_one_line(model_path: Path, tmp_path: Path) -> None:
