@@ -183,7 +183,7 @@ class SourceModel:
 
 
 def _sampled(file: Path) -> str:
-    """A hash of the length and of pieces from all over a file: weights of another training differ in every one."""
+    """A hash of the length and of pieces from all over a file: training changes nearly every weight."""
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as opened:
