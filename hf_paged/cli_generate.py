@@ -43,8 +43,8 @@ def generate(
     temperature: Annotated[
         float | None,
         typer.Option(
-            help="0 = greedy. Default, as of the next three: the model's generation_config; where that does not sample "
-            "0, or 1 if -n, --seed or one of these three is given."
+            help="0 = greedy. Default of this and the next three: the model's generation_config. If that does not "
+            "sample: 0, but 1 where -n, --seed or one of the next three is given."
         ),
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Likeliest tokens that make up this share; 1 = off.")] = None,

@@ -32,7 +32,8 @@ def info(
         ),
     ] = None,
     kv_scales: Annotated[
-        Path | None, typer.Option(help="Show it from a file of `hf-paged calibrate`.", exists=True, dir_okay=False)
+        Path | None,
+        typer.Option(help="Take the protection from a file of `hf-paged calibrate`.", exists=True, dir_okay=False),
     ] = None,
 ) -> None:
     """Show layers, KV bytes per token and how many tokens fit.

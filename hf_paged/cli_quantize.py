@@ -29,7 +29,9 @@ def quantize(
     group_size: Annotated[
         int | None, typer.Option(help="Input channels per scale, -1: all.  [default: 128; fp8 and int8: -1]")
     ] = None,
-    sym: Annotated[_Switch, typer.Option("--sym/--asym", help="Zero points.  [default: --sym; awq: --asym]")] = None,
+    sym: Annotated[
+        _Switch, typer.Option("--sym/--asym", help="Without or with zero points.  [default: --sym; awq: --asym]")
+    ] = None,
     form: Annotated[
         str, typer.Option("--format", help="auto, awq, gptq, gptq_v2 or compressed-tensors: what is written.")
     ] = "auto",
