@@ -84,8 +84,11 @@ class PartialOutput:
         path = self._layer(index)
         if not path.exists():
             return None
-        with safe_open(str(path), framework="pt") as opened:
-            return LayerReport.parse(json.loads(opened.metadata()["report"]))
+        try:
+            with safe_open(str(path), framework="pt") as opened:
+                return LayerReport.parse(json.loads(opened.metadata()["report"]))
+        except (SafetensorError, KeyError, TypeError) as error:
+            raise OSError(f"{path} is damaged, delete it and continue with --resume: {error}") from error
 
     def write_layer(self, tensors: Mapping[str, Tensor], report: LayerReport) -> None:
         """Keep a finished layer: tensors by their names in the final files."""
@@ -173,9 +176,20 @@ def check_space(output: Path, needed: int) -> None:
         )
 
 
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """With the entries of mappings as "name.entry": a difference is one value, not a page of them."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
 def _check_same(manifest: Path, settings: Mapping[str, Any]) -> None:
-    found = json.loads(manifest.read_text(encoding="utf-8"))
-    wanted = json.loads(json.dumps(settings))
+    try:
+        found = _flat(json.loads(manifest.read_text(encoding="utf-8")))
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{manifest} is damaged, delete {manifest.parent} and start again: {error}") from error
+    wanted = _flat(json.loads(json.dumps(settings)))
     for key in dict.fromkeys([*wanted, *found]):
         if found.get(key) != wanted.get(key):
             raise ValueError(

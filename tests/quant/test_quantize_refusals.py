@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_paged
 from hf_paged.quant.calibration import load_calibration
+from hf_paged.quant.partial_output import PartialOutput
 from hf_paged.quant.quantize_config import QuantizeConfig
 
 
@@ -125,3 +126,16 @@ def test_a_bad_record_is_named_by_its_line(tmp_path: Path, content: bytes) -> No
     path.write_bytes(b"\n" + content)
     with pytest.raises(ValueError, match=r"records\.jsonl:2: "):
         load_calibration(path, _ChatTokenizer())  # type: ignore[arg-type]
+
+
+def test_a_resume_names_the_one_setting_that_differs_and_the_file_that_is_damaged(tmp_path: Path) -> None:
+    output, settings = tmp_path / "out", {"config": {"bits": 4, "seed": 0}, "calibration": None}
+    partial = PartialOutput(output, settings, resume=False)
+    with pytest.raises(ValueError, match=r"started with config\.bits=4, now it is 3: "):
+        PartialOutput(output, {**settings, "config": {"bits": 3, "seed": 0}}, resume=True)
+    (partial.folder / "layer-00000.safetensors").write_bytes(b"cut short")
+    with pytest.raises(OSError, match=r"layer-00000\.safetensors is damaged, delete it"):
+        partial.finished(0)
+    (partial.folder / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        PartialOutput(output, settings, resume=True)
