@@ -69,7 +69,8 @@ def existing(model: str) -> str:
     Raises:
         OSError: there is no such folder.
     """
-    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+    hub_name = not model.startswith(("/", ".", "~")) and not model.endswith("/") and model.count("/") <= 1
+    if not Path(model).is_dir() and (Path(model).exists() or not hub_name):
         raise OSError(f"there is no model folder {model}")
     return model
 

@@ -17,7 +17,7 @@ from tiny_tokenizer import tiny_tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
-from hf_paged import cli_generate
+from hf_paged import cli_generate, cli_support
 from hf_paged.cli import app
 from hf_paged.cli_bench import bench
 from hf_paged.cli_eval import evaluate
@@ -249,6 +249,16 @@ def test_a_model_that_is_not_there_is_one_line_not_a_traceback(command: str, tmp
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1
     assert "nowhere" in result.stderr
+
+
+def test_a_path_that_is_no_folder_is_not_asked_for_at_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.gguf").write_text("")
+    for path in ("model.gguf", "my/models/llama", "llama/"):
+        with pytest.raises(OSError, match=f"no model folder {path}"):
+            cli_support.existing(path)
+    for name in ("gpt2", "org/llama"):
+        assert cli_support.existing(name) == name
 
 
 def test_a_single_prompt_streams_the_text_that_json_gives_whole(model_path: Path) -> None:
