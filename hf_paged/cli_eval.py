@@ -76,15 +76,15 @@ def perplexity(
     for model in windows:
         settings = {"window": windows[model], "stride": stride, "limit": max_windows, "chunk": chunk, **options}
         results[model] = _measure(*support.load(model, dtype, device), content, model, caches, settings)
-    if plot is not None:
-        from hf_paged.eval.plots import plot_perplexity
-
-        plot_perplexity(_perplexity_rows(results), plot)
     source = str(text) if text is not None else str(dataset)
     if as_json:
         print(json.dumps({"text": source, "results": _perplexity_rows(results)}))
     else:
         _print_perplexity(source, results)
+    if plot is not None:  # last: a picture that fails costs no result
+        from hf_paged.eval.plots import plot_perplexity
+
+        plot_perplexity(_perplexity_rows(results), plot)
 
 
 def _measure(

@@ -60,16 +60,16 @@ def kv_error(
         for cache in caches:
             results[support.name_of(cache)] = measure_kv_error(loaded, window.token_ids, **{**options, **cache})
             progress(1)
-    if plot is not None:
-        from hf_paged.eval.plots import plot_kv_error
-
-        plot_kv_error(results, plot)
     if as_json:
         rows = {name: [error.as_dict() for error in errors] for name, errors in results.items()}
         print(json.dumps({"model": model, "tokens": tokens, "results": rows}))
-        return
-    for name, errors in results.items():
-        _print(f"{model}, KV {name}, {tokens:,} tokens: worst head of each layer", errors)
+    else:
+        for name, errors in results.items():
+            _print(f"{model}, KV {name}, {tokens:,} tokens: worst head of each layer", errors)
+    if plot is not None:  # last: a picture that fails costs no result
+        from hf_paged.eval.plots import plot_kv_error
+
+        plot_kv_error(results, plot)
 
 
 def _print(title: str, errors: list[LayerError]) -> None:

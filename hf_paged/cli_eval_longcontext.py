@@ -66,13 +66,13 @@ def longcontext(
             f"{model} {support.name_of(cache)}", sum(case.window.num_scored for case in cases)
         ) as progress:
             results.append(measure_retrieval(loaded, cases, chunk=chunk, progress=progress, **{**options, **cache}))
-    if plot is not None:
-        _plot(results, wanted, percents, plot)
     if as_json:
         print(json.dumps({"model": model, "seed": seed, "results": [result.as_dict() for result in results]}))
-        return
-    for result in results:
-        _print(f"{model}, KV {result.name}", result, wanted, percents)
+    else:
+        for result in results:
+            _print(f"{model}, KV {result.name}", result, wanted, percents)
+    if plot is not None:  # last: a picture that fails costs no result
+        _plot(results, wanted, percents, plot)
 
 
 def _numbers(name: str, text: str, *, maximum: int) -> list[int]:

@@ -86,3 +86,19 @@ def test_a_context_shorter_than_the_default_window_is_no_error(model_path: Path,
     for command in ("divergence", "kv-error"):
         refused(run("eval", command, model_path, "--text", tmp_path / "short.txt"), 1, "fewer than one window of 256")
     refused(run("eval", "kv-error", model_path, "--text", tmp_path / "short.txt", "--tokens", 300), 1, "tokens=300")
+
+
+def test_a_picture_that_fails_costs_no_result(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plots = pytest.importorskip("hf_paged.eval.plots")
+
+    def disk_full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(plots, "plot_perplexity", disk_full)
+    (tmp_path / "text.txt").write_text(tiny_tokenizer(VOCAB).decode(list(range(3, 60))), encoding="utf-8")
+    options = ("--window", 16, "--kv-cache-dtype", "auto", "--json", "--plot", tmp_path / "plot.png")
+    result = run("eval", "perplexity", model_path, "--text", tmp_path / "text.txt", *options)
+    refused(result, 1, "no space left on device")
+    assert '"perplexity"' in result.stdout
