@@ -154,14 +154,13 @@ def sweep(x: Tensor, weights: list[PackedWeight], locks: Tensor, args: argparse.
     """The best of all launches of the kernel that serves this GPU, and a line for each of the first `--show`."""
     (m, k), n, programs = x.shape, weights[0].out_features, multiprocessors(0)
     launches: Iterator[Any] = portable_launches(m, n, weights[0].packed.shape[1], programs)
-    call: Callable[[PackedWeight, Any], Tensor] = lambda weight, launch: w4a16(x, weight, None, locks, launch)  # noqa: E731
+    kernel: Callable[..., Tensor] = w4a16
     if args.path == "auto" and fits_hopper(x, weights[0]):
-        launches = hopper_launches(m, n, k, programs)
-        call = lambda weight, launch: w4a16_hopper(x, weight, None, locks, launch)  # noqa: E731
+        launches, kernel = hopper_launches(m, n, k, programs), w4a16_hopper
     timed = [
         (time, str(launch))
         for launch in launches
-        if (time := launch_time([partial(call, weight, launch) for weight in weights])) is not None
+        if (time := launch_time([partial(kernel, x, weight, None, locks, launch) for weight in weights])) is not None
     ]
     for time, launch_text in sorted(timed)[: args.show]:
         print(f"    {time * 1e6:9.1f} us  {launch_text}", flush=True)
