@@ -3,15 +3,19 @@ download.
 
     python -m hf_paged.eval.random_checkpoint OUT --shape llama-2-70b --format gptq --group-size 128
 
-One layer is made at a time (on the GPU if there is one) and written as one shard, so a 70B checkpoint needs the memory
-of one layer. Codes are uniform and scales are such that a layer keeps the size of its input; the text is nonsense.
+One layer is made at a time (on the GPU if there is one) and is one shard; a few are written at once, so a 70B
+checkpoint needs the memory of that many layers. Codes are uniform: every random word is a packed weight. Scales are
+such that a layer keeps the size of its input; the text is nonsense. With act-order the linears of one input sort it
+alike, as the Hessian that they share makes them do in real files.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,9 +23,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_paged.quant.formats import write
-from hf_paged.quant.layout import Layout, TensorSpec
-from hf_paged.quant.weight import QuantizedWeight
+from hf_paged.quant.packing import pack_awq_words, pack_words, words_for
+
+_WRITERS = 4  # shards being written at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,73 +80,74 @@ def write_checkpoint(out: Path, shape: LlamaShape, form: Format, *, dtype: str =
     generator = torch.Generator(device=device).manual_seed(seed)
     shards = shape.layers + 1
     weight_map: dict[str, str] = {}
-    for index in range(shards):
-        name = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
-        tensors = _ends(shape, generator) if index == shape.layers else dict(_layer(index, shape, form, generator))
-        tensors = {
-            key: value.to(getattr(torch, dtype)) if value.is_floating_point() and "scales" not in key else value
-            for key, value in tensors.items()
-        }
-        save_file(
-            {key: value.cpu().contiguous() for key, value in tensors.items()}, out / name, metadata={"format": "pt"}
-        )
-        weight_map.update(dict.fromkeys(tensors, name))
+    writing: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        for index in range(shards):
+            name = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
+            made = _ends(shape, generator) if index == shape.layers else dict(_layer(index, shape, form, generator))
+            tensors = {
+                key: (value if "scales" in key or not value.is_floating_point() else value.to(getattr(torch, dtype)))
+                .cpu()
+                .contiguous()
+                for key, value in made.items()
+            }
+            if len(writing) == _WRITERS:
+                writing.popleft().result()
+            writing.append(pool.submit(save_file, tensors, out / name, metadata={"format": "pt"}))
+            weight_map.update(dict.fromkeys(tensors, name))
+        for shard in writing:
+            shard.result()
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (out / "config.json").write_text(json.dumps(_config(shape, form, dtype), indent=2))
 
 
 def _layer(index: int, shape: LlamaShape, form: Format, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     prefix, kv = f"model.layers.{index}", shape.kv_heads * shape.head_dim
-    linears = {
-        "self_attn.q_proj": (shape.hidden, shape.hidden),
-        "self_attn.k_proj": (shape.hidden, kv),
-        "self_attn.v_proj": (shape.hidden, kv),
-        "self_attn.o_proj": (shape.hidden, shape.hidden),
-        "mlp.gate_proj": (shape.hidden, shape.intermediate),
-        "mlp.up_proj": (shape.hidden, shape.intermediate),
-        "mlp.down_proj": (shape.intermediate, shape.hidden),
-    }
-    for name, (k, n) in linears.items():
-        for suffix, tensor in random_linear(k, n, form, generator).items():
-            yield f"{prefix}.{name}.{suffix}", tensor
+    groups = (  # input channels, and what reads them
+        (shape.hidden, {"self_attn.q_proj": shape.hidden, "self_attn.k_proj": kv, "self_attn.v_proj": kv}),
+        (shape.hidden, {"self_attn.o_proj": shape.hidden}),
+        (shape.hidden, {"mlp.gate_proj": shape.intermediate, "mlp.up_proj": shape.intermediate}),
+        (shape.intermediate, {"mlp.down_proj": shape.hidden}),
+    )
+    for k, readers in groups:
+        g_idx = _group_index(k, form, generator)
+        for name, n in readers.items():
+            for suffix, tensor in random_linear(n, g_idx, form, generator).items():
+                yield f"{prefix}.{name}.{suffix}", tensor
     for norm in ("input_layernorm", "post_attention_layernorm"):
         yield f"{prefix}.{norm}.weight", torch.ones(shape.hidden)
 
 
-def random_linear(k: int, n: int, form: Format, generator: torch.Generator) -> dict[str, Tensor]:
-    """The tensors of one random linear `[n, k]` in `form`'s layout, by suffix."""
-    device, levels = generator.device, 1 << form.bits
-    group_size = k if form.group_size == -1 else form.group_size
-    groups = -(-k // group_size)
-    codes = torch.randint(0, levels, (n, k), dtype=torch.uint8, generator=generator, device=device)
+def _group_index(k: int, form: Format, generator: torch.Generator) -> Tensor:
+    """`[k]` int32: the group of each input channel."""
+    g_idx = torch.arange(k, device=generator.device, dtype=torch.int32) // (
+        k if form.group_size == -1 else form.group_size
+    )
+    return g_idx[torch.randperm(k, generator=generator, device=generator.device)] if form.act_order else g_idx
+
+
+def random_linear(n: int, g_idx: Tensor, form: Format, generator: torch.Generator) -> dict[str, Tensor]:
+    """The tensors of one random linear `[n, k]` in `form`'s layout, by suffix; `g_idx` `[k]`."""
+    k, groups, levels = len(g_idx), int(g_idx.max()) + 1, 1 << form.bits
+    options = {"generator": generator, "device": generator.device}
     spread = (levels**2 / 12) ** 0.5  # standard deviation of the codes
-    scales = torch.rand((groups, n), generator=generator, device=device) * 0.5 + 0.75
-    scales = (scales / spread / k**0.5).half()
-    zeros = None
+    scales = ((torch.rand((groups, n), **options) * 0.5 + 0.75) / spread / k**0.5).half()
+    zeros = torch.full((groups, n), levels // 2, dtype=torch.uint8, device=generator.device)
     if not form.symmetric:
-        low, high = levels // 2 - 1, levels // 2 + 2
-        zeros = torch.randint(low, high, (groups, n), dtype=torch.uint8, generator=generator, device=device)
-    g_idx = None
-    if form.act_order:
-        order = torch.randperm(k, generator=generator, device=device)
-        g_idx = (torch.arange(k, device=device, dtype=torch.int32) // group_size)[order]
-    weight = QuantizedWeight(
-        codes=codes, scales=scales, zeros=zeros, g_idx=g_idx, bits=form.bits, group_size=group_size
-    )
-    suffixes = ("qweight", "qzeros", "scales") + (("g_idx",) if form.method == "gptq" else ())
-    layout = Layout(
-        kind="gptq" if form.method == "gptq" else "awq_gemm",
-        in_features=k,
-        out_features=n,
-        bits=form.bits,
-        group_size=group_size,
-        zero_offset=1,
-        tensors=dict.fromkeys(suffixes, TensorSpec(dtype="I32", shape=())),
-    )
-    return write(layout, weight)
+        zeros = torch.randint(levels // 2 - 1, levels // 2 + 2, (groups, n), dtype=torch.uint8, **options)
+    awq = form.method == "awq"
+    words = (k, n // 8) if awq else (words_for(k, form.bits), n)
+    out = {
+        "qweight": torch.randint(-(2**31), 2**31, words, dtype=torch.int32, **options),
+        "qzeros": pack_awq_words(zeros) if awq else pack_words(zeros - 1, form.bits),
+        "scales": scales,
+    }
+    return out if awq else {**out, "g_idx": g_idx.clone()}  # a file holds each tensor apart
 
 
 def _ends(shape: LlamaShape, generator: torch.Generator) -> dict[str, Tensor]:
+    """Embeddings, head and last norm."""
+
     def table() -> Tensor:
         return torch.randn((shape.vocab, shape.hidden), generator=generator, device=generator.device) * 0.02
 
