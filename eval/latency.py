@@ -15,13 +15,16 @@ from transformers.generation.streamers import BaseStreamer
 from hf_paged.eval.machine import Machine, measure_machine
 from hf_paged.eval.throughput import dense_bytes_per_token, make_llm, weight_sizes
 from hf_paged.eval.workload import Workload, least_seconds
+from hf_paged.layer_probe import LayerSpec
 from hf_paged.llm import LLM
 from hf_paged.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyResult:
-    """Milliseconds; `ceiling` is the least time between tokens (all weights and live KV read once)."""
+    """Milliseconds. `ceiling` is the least time between tokens (all weights and live KV read once), `first_ceiling`
+    that to the first one (products and causal attention at the FLOP roof).
+    """
 
     system: str
     kv_cache: str
@@ -30,6 +33,7 @@ class LatencyResult:
     p90: float
     p99: float
     ceiling: float
+    first_ceiling: float
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,7 +61,7 @@ def measure_latency(
     repeats: int = 5,
 ) -> tuple[Machine, list[LatencyResult]]:
     """Measure the first prompt of `workload`, after one warm-up run; percentiles are over the tokens of all repeats."""
-    llm = make_llm(model, workload, engine_options or {})
+    llm = make_llm(model, [workload], engine_options or {})
     machine = measure_machine(model.device, model.dtype)
     prompt, new_tokens = workload.prompts(llm.engine.vocab_size)[0], workload.output_lens[0]
     kv_cache = llm.engine.config.kv_cache_dtype
@@ -70,10 +74,21 @@ def measure_latency(
     results = []
     for name, kv, kv_bytes, run in systems:
         runs = [run() for _ in range(repeats + 1)][1:]
-        least = least_seconds(machine, [len(prompt)], [2], kv_bytes_per_token=kv_bytes, **weight_sizes(model))
-        least -= least_seconds(machine, [len(prompt)], [1], kv_bytes_per_token=kv_bytes, **weight_sizes(model))
-        results.append(_result(name, kv, runs, least))
+        sizes: dict[str, Any] = {"kv_bytes_per_token": kv_bytes, **weight_sizes(model)}
+        first, both = (least_seconds(machine, [len(prompt)], [count], **sizes) for count in (1, 2))
+        attention = _attention_flops(llm.engine.kv_cache.specs, len(prompt)) / machine.flops_per_s
+        results.append(_result(name, kv, runs, ceiling=both - first, first_ceiling=first + attention))
     return machine, results
+
+
+def _attention_flops(specs: Sequence[LayerSpec], length: int) -> float:
+    """Of a prompt's queries with the keys that each sees, and of the weighted values."""
+    flops = 0.0
+    for spec in specs:
+        window = min(spec.window or length, length)
+        seen = window * (window / 2 + length - window)  # pairs of a query and a key
+        flops += 2 * spec.num_heads * (spec.head_dim + spec.v_head_dim) * seen
+    return flops
 
 
 def _paged(llm: LLM, prompt: list[int], new_tokens: int) -> list[float]:
@@ -96,7 +111,10 @@ def _dense(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[f
     return [start, *clock.times]
 
 
-def _result(name: str, kv_cache: str, runs: Sequence[list[float]], least: float) -> LatencyResult:
+def _result(
+    name: str, kv_cache: str, runs: Sequence[list[float]], *, ceiling: float, first_ceiling: float
+) -> LatencyResult:
+    """`runs`: seconds of the start and of each token; the ceilings are in seconds."""
     gaps = np.concatenate([np.diff(times)[1:] for times in runs]) * 1e3
     p50, p90, p99 = np.percentile(gaps, [50, 90, 99])
     return LatencyResult(
@@ -106,5 +124,6 @@ def _result(name: str, kv_cache: str, runs: Sequence[list[float]], least: float)
         p50=float(p50),
         p90=float(p90),
         p99=float(p99),
-        ceiling=least * 1e3,
+        ceiling=ceiling * 1e3,
+        first_ceiling=first_ceiling * 1e3,
     )

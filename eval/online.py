@@ -65,7 +65,7 @@ def measure_online(
         ValueError: `rate` is not one of `check_rate`, or the workload is longer than the model's context.
     """
     check_rate(rate)
-    llm = make_llm(model, workload, engine_options or {})
+    llm = make_llm(model, [workload], engine_options or {})
     machine = measure_machine(model.device, model.dtype)
     prompts, arrivals = workload.prompts(llm.engine.vocab_size), _arrivals(len(workload.prompt_lens), rate)
     _serve(llm, workload, prompts, _arrivals(len(prompts), math.inf))

@@ -2,25 +2,27 @@
 
 All systems run the same model object in the same process on the same greedy work: every prompt gets the same number of
 new tokens, prefix caching is off. The figure is wall time from prompts to token ids, prefill included: the median
-of the repeats after a warm-up, in rounds of all systems.
+of the repeats after a warm-up, in rounds of all systems. A decode step is what remains of it without a run that ends at
+the first token of each prompt, divided by the tokens that follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from hf_paged.config import EngineConfig
-from hf_paged.eval.machine import Machine, Timing, measure_machine, timed_together
+from hf_paged.eval.machine import Machine, Timing, timed, timed_together
 from hf_paged.eval.workload import Workload, least_seconds
 from hf_paged.kv_cache import group_layers
 from hf_paged.llm import LLM
 from hf_paged.model_view import build_view
 from hf_paged.packed_model import PackedModel
+from hf_paged.quant.linear import PackedLinear
 from hf_paged.sampling_params import SamplingParams
 
 Run = Callable[[], int]
@@ -31,15 +33,21 @@ _NATIVE_BLOCK_SIZE = 256  # its default
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One system on one workload. `ceiling` is the tokens per second of the roof (see `least_seconds`)."""
+    """One system on one workload, beside its roof (see `least_seconds`): `ceiling`, tokens per second, and
+    `step_ceiling`, milliseconds. A decode step is known of our engine, where all outputs are equally long.
+    """
 
     system: str
     kv_cache: str
+    workload: str
     seconds: float
     fastest: float
     slowest: float
     tokens_per_s: float
     ceiling: float
+    prefill: float | None = None  # seconds
+    step_ms: float | None = None
+    step_ceiling: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,51 +62,66 @@ class _System:
     kv_bytes_per_token: float
     prompt_lens: Sequence[int]
     run: Run
+    warm_up: Run
+    prefill: Run | None = None  # to the first token of every prompt
 
 
 def measure_throughput(
-    model: PreTrainedModel,
+    llm: LLM,
     workload: Workload,
+    machine: Machine,
     *,
     baselines: Sequence[str] = (),
-    engine_options: dict[str, Any] | None = None,
+    sampled: bool = False,
     repeats: int = 5,
-) -> tuple[Machine, list[Result]]:
-    """Measure the engine and each of `baselines`: "dense" (`generate`) or "native" (`generate_batch`, two systems: with
-    its defaults, and tuned).
+) -> Iterator[Result]:
+    """Measure an engine of `make_llm` and each of `baselines`: "dense" (`generate`) or "native" (`generate_batch`, two
+    systems: with its defaults, and tuned). A baseline warms up on its first requests.
+
+    Args:
+        sampled: measure our engine also at temperature 0.8 and top-p 0.95.
 
     Raises:
-        ValueError: the workload is longer than the model's context, or has outputs of different lengths, which the
-            native path cannot be asked for.
+        ValueError: the workload has outputs of different lengths, which the native path cannot be asked for.
         RuntimeError: a system generated another number of tokens than it was asked.
     """
-    llm = make_llm(model, workload, engine_options or {})
-    machine = measure_machine(model.device, model.dtype)
     systems = [_paged(llm, workload)]
+    if sampled:
+        systems.append(_paged(llm, workload, name="hf_paged, sampled", temperature=0.8, top_p=0.95))
     for name in baselines:
         systems += [_dense(llm, workload)] if name == "dense" else _natives(llm, workload)
+    for system in systems:
+        system.warm_up()
     runs = [_checked(system, workload) for system in systems]
-    timings = timed_together(runs, model.device, repeats=repeats)
-    results = [_result(system, timing, workload, machine, model) for system, timing in zip(systems, timings)]
-    return machine, results
+    timings = timed_together(runs, llm.model.device, repeats=repeats, warmup=0)
+    for system, timing in zip(systems, timings, strict=True):
+        yield _result(system, timing, workload, machine, llm.model, repeats)
 
 
-def make_llm(model: PreTrainedModel, workload: Workload, engine_options: dict[str, Any]) -> LLM:
-    """An engine without prefix caching whose pool holds `workload`, so that the other systems find memory too.
+def make_llm(model: PreTrainedModel, workloads: Sequence[Workload], engine_options: dict[str, Any]) -> LLM:
+    """An engine whose pool holds each of `workloads`, so that the other systems find memory too; without prefix caching
+    where no workload has a common prefix.
 
     Raises:
-        ValueError: the workload is longer than the model's context.
+        ValueError: a workload is longer than the model's context, or has more requests than another lets run.
     """
     block_size = engine_options.get("block_size", EngineConfig.block_size)
-    running = sorted(workload.total_lens)[-(workload.max_num_seqs or 0) :]
-    blocks = sum(-(-length // block_size) for length in running)
     groups = len(group_layers(PackedModel(build_view(model)).specs))
-    options = {"enable_prefix_caching": workload.common_prefix > 0, "num_blocks": blocks * groups + 1, **engine_options}
-    if workload.max_num_seqs is not None:
-        options = {"max_num_seqs": workload.max_num_seqs, **options}
+    options = {
+        "enable_prefix_caching": any(workload.common_prefix for workload in workloads),
+        "num_blocks": groups * max(workload.most_blocks(block_size) for workload in workloads) + 1,
+        **engine_options,
+    }
+    limit = min((workload.max_num_seqs for workload in workloads if workload.max_num_seqs is not None), default=None)
+    if limit is not None:
+        together = max((len(work.prompt_lens) for work in workloads if work.max_num_seqs is None), default=0)
+        if together > limit:
+            raise ValueError(f"{together} requests at once and at most {limit} running need an engine each")
+        options = {"max_num_seqs": limit, **options}
     llm = LLM(model, **options)
-    if workload.longest > llm.engine.max_model_len:
-        raise ValueError(f"{workload.longest} tokens are more than the context of {llm.engine.max_model_len}")
+    longest = max(workload.longest for workload in workloads)
+    if longest > llm.engine.max_model_len:
+        raise ValueError(f"{longest} tokens are more than the context of {llm.engine.max_model_len}; see max_model_len")
     return llm
 
 
@@ -107,14 +130,19 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def weight_sizes(model: PreTrainedModel) -> dict[str, int]:
-    """`linear_parameters` and `weight_bytes` that one step reads: all but an input embedding that is only looked up."""
-    weights = list(model.parameters())  # tied ones once
+    """`linear_parameters`, those of the head among them, and `weight_bytes` that one step reads: all but an input
+    embedding that is only looked up.
+    """
     embedding = model.get_input_embeddings().weight
     output = model.get_output_embeddings()
-    if output is None or output.weight is not embedding:
-        weights = [weight for weight in weights if weight is not embedding]
+    skipped = embedding if output is None or output.weight is not embedding else None
+    weights = [weight for weight in model.parameters() if weight is not skipped]  # tied ones once
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    words = {id(parameter) for linear in packed for parameter in linear.parameters()}
+    plain = sum(weight.numel() for weight in weights if weight.dim() > 1 and id(weight) not in words)
     return {
-        "linear_parameters": sum(weight.numel() for weight in weights if weight.dim() > 1),
+        "head_parameters": 0 if output is None else output.in_features * output.out_features,
+        "linear_parameters": plain + sum(linear.in_features * linear.out_features for linear in packed),
         "weight_bytes": sum(weight.numel() * weight.element_size() for weight in weights),
     }
 
@@ -125,21 +153,23 @@ def dense_bytes_per_token(llm: LLM) -> float:
     return sum(spec.kv_heads * (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize for spec in specs)
 
 
-def _paged(llm: LLM, workload: Workload) -> _System:
+def _paged(llm: LLM, workload: Workload, *, name: str = "hf_paged", **sampling: Any) -> _System:
     """Every run starts cold: a prefix is shared within it only."""
     prompts = workload.prompts(llm.engine.vocab_size)
-    params = [greedy(length) for length in workload.output_lens]
 
-    def run() -> int:
+    def run(lengths: Sequence[int]) -> int:
         llm.engine.scheduler.reset_prefix_cache()
+        params = [replace(greedy(length), **sampling) for length in lengths]
         return sum(len(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False))
 
     return _System(
-        name="hf_paged",
+        name=name,
         kv_cache=llm.engine.config.kv_cache_dtype,
         kv_bytes_per_token=llm.engine.kv_cache.bytes_per_token,
         prompt_lens=workload.prompt_lens,
-        run=run,
+        run=lambda: run(workload.output_lens),
+        warm_up=lambda: run(workload.output_lens),
+        prefill=lambda: run([1] * len(prompts)),
     )
 
 
@@ -163,6 +193,7 @@ def _dense(llm: LLM, workload: Workload) -> _System:
         kv_bytes_per_token=dense_bytes_per_token(llm),
         prompt_lens=[max(workload.prompt_lens[batch]) for batch in batches for _ in prompts[batch]],
         run=lambda: sum(map(run_batch, batches)),
+        warm_up=lambda: run_batch(batches[0]),
     )
 
 
@@ -193,8 +224,8 @@ def _native(llm: LLM, workload: Workload, name: str, *, allow_block_sharing: boo
     )
     generate_batch: Any = llm.model.generate_batch
 
-    def run() -> int:
-        out = generate_batch(prompts, generation_config=generation, continuous_batching_config=batching)
+    def run(some: Sequence[list[int]]) -> int:
+        out = generate_batch(some, generation_config=generation, continuous_batching_config=batching)
         return sum(len(request.generated_tokens) for request in out.values())
 
     return _System(
@@ -202,7 +233,8 @@ def _native(llm: LLM, workload: Workload, name: str, *, allow_block_sharing: boo
         kv_cache="auto",
         kv_bytes_per_token=dense_bytes_per_token(llm),
         prompt_lens=workload.prompt_lens,
-        run=run,
+        run=lambda: run(prompts),
+        warm_up=lambda: run(prompts[:2]),
     )
 
 
@@ -214,18 +246,33 @@ def _checked(system: _System, workload: Workload) -> Callable[[], None]:
     return checked
 
 
-def _result(system: _System, timing: Timing, workload: Workload, machine: Machine, model: PreTrainedModel) -> Result:
-    kv_bytes = system.kv_bytes_per_token
-    least = least_seconds(
-        machine, system.prompt_lens, workload.output_lens, kv_bytes_per_token=kv_bytes,
-        max_num_seqs=workload.max_num_seqs, common_prefix=workload.common_prefix, **weight_sizes(model),
-    )  # fmt: skip
-    return Result(
+def _result(
+    system: _System, timing: Timing, workload: Workload, machine: Machine, model: PreTrainedModel, repeats: int
+) -> Result:
+    def least(output_lens: Sequence[int]) -> float:
+        return least_seconds(
+            machine, system.prompt_lens, output_lens, kv_bytes_per_token=system.kv_bytes_per_token,
+            max_num_seqs=workload.max_num_seqs, common_prefix=workload.common_prefix, **weight_sizes(model),
+        )  # fmt: skip
+
+    result = Result(
         system=system.name,
         kv_cache=system.kv_cache,
+        workload=workload.name,
         seconds=timing.median,
         fastest=min(timing.runs),
         slowest=max(timing.runs),
         tokens_per_s=workload.generated_tokens / timing.median,
-        ceiling=workload.generated_tokens / least,
+        ceiling=workload.generated_tokens / least(workload.output_lens),
+    )
+    steps = max(workload.output_lens) - 1
+    if system.prefill is None or steps == 0 or min(workload.output_lens) <= steps:
+        return result
+    prefill = timed(system.prefill, model.device, repeats=repeats).median
+    one_each = [1] * len(workload.prompt_lens)
+    return replace(
+        result,
+        prefill=prefill,
+        step_ms=(timing.median - prefill) / steps * 1e3,
+        step_ceiling=(least(workload.output_lens) - least(one_each)) / steps * 1e3,
     )

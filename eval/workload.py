@@ -45,6 +45,11 @@ class Workload:
     def longest(self) -> int:
         return max(self.total_lens)
 
+    def most_blocks(self, block_size: int) -> int:
+        """KV blocks that hold all requests that run at the same time, in one KV group."""
+        running = sorted(self.total_lens)[-(self.max_num_seqs or 0) :]
+        return sum(-(-length // block_size) for length in running)
+
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """Random token ids, the same for the same workload."""
         generator = random.Random(1)
@@ -125,6 +130,7 @@ def least_seconds(
     output_lens: Sequence[int],
     *,
     linear_parameters: int,
+    head_parameters: int,
     weight_bytes: int,
     kv_bytes_per_token: float,
     max_num_seqs: int | None = None,
@@ -132,16 +138,17 @@ def least_seconds(
 ) -> float:
     """The roof: prompts at the FLOP roof, a common prefix once, then steps that read or compute, whichever is longer.
 
-    Every decode step reads all weights, every new token all keys and values before it. There are as many steps as the
-    longest output takes, or as `max_num_seqs` rows need for all tokens. Attention FLOPs and everything that is not a
-    matrix product are left out, so no system can be faster than this.
+    Of a prompt only the last token goes through the head. Every decode step reads all weights, every new token all keys
+    and values before it. There are as many steps as the longest output takes, or as `max_num_seqs` rows need for all
+    tokens. Attention FLOPs and everything that is not a matrix product are left out, so no system can be faster than
+    this.
     """
-    flops_per_token = 2 * linear_parameters
     prompt_tokens = sum(prompt_lens) - common_prefix * (len(prompt_lens) - 1)
-    prefill = flops_per_token * prompt_tokens / machine.flops_per_s
+    prompt_products = (linear_parameters - head_parameters) * prompt_tokens + head_parameters * len(prompt_lens)
+    prefill = 2 * prompt_products / machine.flops_per_s
     decoded = sum(output_lens) - len(output_lens)  # the first token of each comes with its prompt
     steps = max(max(output_lens) - 1, -(-decoded // (max_num_seqs or len(output_lens))))
     live = sum((output - 1) * (prompt + output / 2) for prompt, output in zip(prompt_lens, output_lens, strict=True))
     read = (steps * weight_bytes + live * kv_bytes_per_token) / machine.bytes_per_s
-    compute = flops_per_token * decoded / machine.flops_per_s
+    compute = 2 * linear_parameters * decoded / machine.flops_per_s
     return prefill + max(read, compute)

@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from hf_paged import cli_support as cli
+from hf_paged.cli_eval_support import formats_of
 from hf_paged.config import EngineConfig
 from hf_paged.eval.memory import BLOCK_SIZES, dense_waste, paged_waste
 from hf_paged.eval.workload import Workload, make_workload
@@ -44,19 +45,26 @@ BenchModel = Annotated[
         show_default=False,
     ),
 ]
-WorkloadName = Annotated[
-    str,
-    typer.Option(
-        "--workload",
-        help="bN (N prompts of 512 tokens), longN (8,192), raggedN (128..1024; beyond 128 prompts also 16..512 new "
-        "tokens each), shared-prefix (64 prompts, 2,048 tokens in common) or burst (256 ragged ones at once).",
-    ),
+_WORKLOADS = (
+    "bN (N prompts of 512 tokens), longN (8,192), raggedN (128..1024; beyond 128 prompts also 16..512 new "
+    "tokens each), shared-prefix (64 prompts, 2,048 tokens in common) or burst (256 ragged ones at once)"
+)
+WorkloadName = Annotated[str, typer.Option("--workload", help=f"{_WORKLOADS}.")]
+Workloads = Annotated[
+    list[str] | None, typer.Option("--workload", help=f"{_WORKLOADS}; may be repeated; default: ragged128.")
 ]
 PromptTokens = Annotated[str | None, typer.Option(help="Another prompt length, e.g. 64, or range, e.g. 16..256.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Tokens that every prompt generates.")]
 OutputTokens = Annotated[
     str | None, typer.Option("--new-tokens", help="Another number of new tokens, e.g. 64, or range, e.g. 16..512.")
 ]
+KVFormats = Annotated[
+    list[str] | None, typer.Option("--kv-cache-dtype", help="Formats, e.g. auto,fp8,int8; default: auto.")
+]
+WeightBits = Annotated[
+    int | None, typer.Option(min=2, max=8, help="Store the linears of a shape as GPTQ does, in groups of 128.")
+]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence; default: what the model was made for.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs after the warm-up; the median counts.")]
 NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; default: what the workload needs.")]
 
@@ -65,42 +73,69 @@ NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; default: what th
 @cli.plain_errors
 def throughput(
     model: BenchModel,
-    workload: WorkloadName = "ragged128",
+    workload: Workloads = None,
     prompt_tokens: PromptTokens = None,
     new_tokens: OutputTokens = None,
     baseline: Annotated[
         list[Baseline] | None,
         typer.Option(help="Also dense generate or native generate_batch (as it is and tuned); may be repeated."),
     ] = None,
+    sampled: Annotated[bool, typer.Option("--sampled", help="Also at temperature 0.8 and top-p 0.95.")] = False,
     repeats: Repeats = 5,
-    kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,
+    kv_cache_dtype: KVFormats = None,
+    weight_bits: WeightBits = None,
     block_size: cli.BlockSize = EngineConfig.block_size,
     num_blocks: NumBlocks = EngineConfig.num_blocks,
+    max_model_len: MaxModelLen = EngineConfig.max_model_len,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
 ) -> None:
-    """Generated tokens per second, prefill included, beside the least time the machine could need."""
-    options = cli.engine_options(dict(locals()))
-    work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
+    """Generated tokens per second, prefill included, and time per decode step, beside the least the machine needs.
+
+    Formats and workloads run one after the other, each told on stderr when it is done.
+    """
+    formats = formats_of(kv_cache_dtype, default="auto")
+    options = cli.engine_options(dict(locals()) | {"kv_cache_dtype": None})
+    lengths = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
+    works = [cli.checked(make_workload, {"name": name, **lengths}) for name in workload or ["ragged128"]]
     from hf_paged.eval.bench_models import load_bench_model  # not for --help
-    from hf_paged.eval.throughput import measure_throughput
+    from hf_paged.eval.machine import measure_machine
+    from hf_paged.eval.throughput import make_llm, measure_throughput, weight_sizes
 
     cli.quiet_unless_terminal()
-    loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=cli.usable(device))
-    baselines = [choice.value for choice in baseline or ()]
-    machine, results = measure_throughput(loaded, work, baselines=baselines, engine_options=options, repeats=repeats)
-    table = _table(f"{model}, {work}", "seconds", "range", "tokens/s", "ceiling", "of ceiling")
-    for result in results:
-        table.add_row(
-            result.system,
-            result.kv_cache,
-            f"{result.seconds:.3f}",
-            f"{result.fastest:.3f}..{result.slowest:.3f}",
-            f"{result.tokens_per_s:,.1f}",
-            f"{result.ceiling:,.0f}",
-            f"{result.tokens_per_s / result.ceiling:.1%}",
-        )
-    _report(table, machine, work, results, model=model, dtype=str(loaded.dtype))
+    loaded = load_bench_model(
+        cli.existing(model), dtype=dtype.value, device=cli.usable(device), weight_bits=weight_bits
+    )
+    machine = measure_machine(loaded.device, loaded.dtype)
+    others = [choice.value for choice in baseline or ()]
+    title = f"{model}, {', '.join(map(str, works))}"
+    table = _table(title, "workload", "seconds", "range", "tokens/s", "of ceiling", "ms a step", "least")
+    results = []
+    for kv_format in formats:
+        llm = make_llm(loaded, works, options | {"kv_cache_dtype": kv_format})
+        for work in works:
+            baselines = others if kv_format == formats[0] else []  # they know one cache
+            for result in measure_throughput(llm, work, machine, baselines=baselines, sampled=sampled, repeats=repeats):
+                table.add_row(*_throughput_row(result))
+                results.append(result)
+                cli.ERR.print(", ".join(_throughput_row(result)), highlight=False)
+        del llm  # its pages make room for the next
+    facts = {"model": model, "dtype": str(loaded.dtype), "weight_bits": weight_bits}
+    _report(table, machine, works, results, **facts, **weight_sizes(loaded))
+
+
+def _throughput_row(result: Any) -> tuple[str, ...]:
+    steps = ("", "") if result.step_ms is None else (f"{result.step_ms:.2f}", f"{result.step_ceiling:.2f}")
+    return (
+        result.system,
+        result.kv_cache,
+        result.workload,
+        f"{result.seconds:.3f}",
+        f"{result.fastest:.3f}..{result.slowest:.3f}",
+        f"{result.tokens_per_s:,.1f}",
+        f"{result.tokens_per_s / result.ceiling:.1%} of {result.ceiling:,.0f}",
+        *steps,
+    )
 
 
 @bench.command()
@@ -114,6 +149,8 @@ def latency(
     kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,
     block_size: cli.BlockSize = EngineConfig.block_size,
     num_blocks: NumBlocks = EngineConfig.num_blocks,
+    weight_bits: WeightBits = None,
+    max_model_len: MaxModelLen = EngineConfig.max_model_len,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
 ) -> None:
@@ -124,13 +161,17 @@ def latency(
     from hf_paged.eval.latency import measure_latency
 
     cli.quiet_unless_terminal()
-    loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=cli.usable(device))
+    loaded = load_bench_model(
+        cli.existing(model), dtype=dtype.value, device=cli.usable(device), weight_bits=weight_bits
+    )
     machine, results = measure_latency(loaded, work, dense=dense, engine_options=options, repeats=repeats)
-    table = _table(f"{model}, {work}", "first token ms", "p50 ms", "p90 ms", "p99 ms", "least ms")
+    table = _table(f"{model}, {work}", "first token ms", "least", "p50 ms", "p90 ms", "p99 ms", "least")
     for result in results:
-        figures = (result.first_token, result.p50, result.p90, result.p99, result.ceiling)
+        figures = (
+            result.first_token, result.first_ceiling, result.p50, result.p90, result.p99, result.ceiling,
+        )  # fmt: skip
         table.add_row(result.system, result.kv_cache, *(f"{figure:.2f}" for figure in figures))
-    _report(table, machine, work, results, model=model, dtype=str(loaded.dtype))
+    _report(table, machine, [work], results, model=model, dtype=str(loaded.dtype))
 
 
 @bench.command()
@@ -145,6 +186,8 @@ def online(
     kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,
     block_size: cli.BlockSize = EngineConfig.block_size,
     num_blocks: NumBlocks = EngineConfig.num_blocks,
+    weight_bits: WeightBits = None,
+    max_model_len: MaxModelLen = EngineConfig.max_model_len,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
 ) -> None:
@@ -157,7 +200,9 @@ def online(
     if rate is not None:
         cli.checked(check_rate, {"rate": rate})
     cli.quiet_unless_terminal()
-    loaded = load_bench_model(cli.existing(model), dtype=dtype.value, device=cli.usable(device))
+    loaded = load_bench_model(
+        cli.existing(model), dtype=dtype.value, device=cli.usable(device), weight_bits=weight_bits
+    )
     machine, result = measure_online(
         loaded, work, rate=math.inf if rate is None else rate, engine_options=options, repeats=repeats
     )
@@ -167,7 +212,7 @@ def online(
     table.add_row(
         result.system, result.kv_cache, f"{result.tokens_per_s:,.0f}", *(f"{figure:,.2f}" for figure in figures)
     )
-    _report(table, machine, work, [result], model=model, dtype=str(loaded.dtype))
+    _report(table, machine, [work], [result], model=model, dtype=str(loaded.dtype))
 
 
 @bench.command()
@@ -245,16 +290,19 @@ def _table(title: str, *figures: str) -> Table:
     return table
 
 
-def _report(table: Table, machine: Machine, work: Workload, results: Sequence[Any], **facts: str) -> None:
+def _report(
+    table: Table, machine: Machine, works: Sequence[Workload], results: Sequence[Any], **facts: str | int | None
+) -> None:
     cli.OUT.print(table)
     if hasattr(results[0], "ceiling"):
         cli.OUT.print("Ceiling: weights and live KV read once per step, prompts at the FLOP roof.")
     cli.OUT.print(str(machine), highlight=False)
     record = {
         **facts,
-        "workload": work.name,
-        "prompt_tokens": sum(work.prompt_lens),
-        "new_tokens": work.generated_tokens,
+        "workloads": [
+            {"name": work.name, "prompt_tokens": sum(work.prompt_lens), "new_tokens": work.generated_tokens}
+            for work in works
+        ],
         "machine": machine.name,
         "bytes_per_s": machine.bytes_per_s,
         "flops_per_s": machine.flops_per_s,

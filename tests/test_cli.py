@@ -352,6 +352,7 @@ def test_bench_latency_ends_with_json(model_path: Path) -> None:
     record = json.loads(result.stdout.splitlines()[-1])
     assert [row["system"] for row in record["results"]] == ["hf_paged", "dense"]
     assert all(row["ceiling"] < row["p50"] <= row["p99"] for row in record["results"])
+    assert all(row["first_ceiling"] < row["first_token"] for row in record["results"])
 
 
 def test_bench_online_reports_percentiles_over_all_requests(model_path: Path) -> None:
@@ -386,7 +387,7 @@ def test_a_shared_prefix_is_common_to_all_prompts_and_counted_once_in_the_roof()
     assert {tuple(prompt[:2048]) for prompt in prompts} == {tuple(prompts[0][:2048])}
     assert len({tuple(prompt) for prompt in prompts}) == 64
     machine = Machine(name="", bytes_per_s=1e12, flops_per_s=1e12)
-    sizes = {"linear_parameters": 10**6, "weight_bytes": 0, "kv_bytes_per_token": 0.0}
+    sizes = {"linear_parameters": 10**6, "head_parameters": 0, "weight_bytes": 0, "kv_bytes_per_token": 0.0}
     least = least_seconds(machine, work.prompt_lens, [1] * 64, common_prefix=work.common_prefix, **sizes)
     assert least == pytest.approx(2e6 * (2048 + 64 * 32) / 1e12)
 
