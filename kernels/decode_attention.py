@@ -23,6 +23,7 @@ from hf_paged.kernels.decode_registers import decode_registers_kernel
 from hf_paged.kernels.decode_shares import join_kernel, share, visible_tiles
 from hf_paged.kernels.group_tile import group_tile
 from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, Pages, PlainPages
+from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.tiles import LOG2_E, normalise_rows, softmax_step
 
 
@@ -258,6 +259,7 @@ def _attend(
     return acc, total, top
 
 
+@on_device
 def decode_attention(
     query: Tensor,
     layer: LayerKV,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.split_k import finish
 from hf_paged.kernels.w4a16_tiles import Tiles
 
@@ -63,6 +64,7 @@ def fp8_gemm_kernel(
     finish(out, at_out, accumulator, partial, lock, bias, n, keep, in_n, pid_k, M, N, SPLIT_K, HAS_BIAS)
 
 
+@on_device
 def fp8_gemm(
     x: Tensor, codes: Tensor, scales: Tensor, block: tuple[int, int], bias: Tensor | None, locks: Tensor, tiles: Tiles
 ) -> Tensor:
@@ -118,6 +120,7 @@ def fp8_dequantize_kernel(
     tl.store(out + row * K + k, (code * scale.to(tl.float32)).to(out.dtype.element_ty), mask=k < K)
 
 
+@on_device
 def fp8_dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """`[N, K]` in `dtype`, the fp32 product rounded once."""
     n, k = codes.shape

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_paged.kernels.gptq_reference import gptq_block_reference
+from hf_paged.kernels.on_device import on_device
 
 BLOCK = 128  # columns per launch
 ROWS = 16  # output channels per program
@@ -57,6 +58,7 @@ def gptq_block_kernel(
         tl.store(shifted + at, wanted - value, mask=in_n)
 
 
+@on_device
 def gptq_block(
     target: Tensor,
     shifted: Tensor,

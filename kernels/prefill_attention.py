@@ -21,6 +21,7 @@ from hf_paged.kernels import prefill_workspace
 from hf_paged.kernels.decode_attention import base2_scale, dot_dtype
 from hf_paged.kernels.group_tile import group_tile
 from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, Pages, PlainPages
+from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.tiles import normalise_rows, softmax_step
 
 
@@ -283,6 +284,7 @@ def _prefill(
     tl.store(out_ptr + out_offset[:, None] + dv[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
+@on_device
 def prefill_attention(
     query: Tensor,
     layer: LayerKV,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.sample_reference import RowSampling
 
 BLOCK = 4096  # 8 logits a thread: 16-byte loads in bf16, and registers for two programs on an SM
@@ -159,6 +160,7 @@ def sample_kernel(
     tl.store(token_ids + i, token.to(tl.int64))
 
 
+@on_device
 def sample(logits: Tensor, params: RowSampling, rows: Tensor, positions: Tensor) -> Tensor:
     """Sampled token ids `[n]` int64 of logits `[n, V]` (any float dtype). Never synchronizes.
 

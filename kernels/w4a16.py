@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.packed_weight import PackedWeight
 from hf_paged.kernels.split_k import finish
 from hf_paged.kernels.w4a16_tiles import Tiles
@@ -165,6 +166,7 @@ def w4a16_kernel(
     finish(out, at_out, accumulator, partial, locks + block, bias, n, keep, in_n, pid_k, M, N, SPLIT_K, HAS_BIAS)
 
 
+@on_device
 def w4a16(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, tiles: Tiles) -> Tensor:
     """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per block of the output."""
     m, n = x.shape[0], weight.out_features
@@ -178,6 +180,7 @@ def w4a16(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, t
     return out
 
 
+@on_device
 def w4a16_experts(x: Tensor, weight: PackedWeight, expert_ids: Tensor, top_k: int, tiles: Tiles) -> Tensor:
     """`[rows / top_k, K]` through one expert per row -> `[rows, N]`: row r is token r // top_k with expert
     `expert_ids[r]`.

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.packed_weight import PackedWeight, dequantize_reference
 from hf_paged.kernels.w4a16 import in_channel_order
 
@@ -56,6 +57,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@on_device
 def dequantize_launch(weight: PackedWeight, out: Tensor) -> None:
     """Run the kernel into `out` `[N, K]` (any float dtype)."""
     rows, tiles = weight.packed.shape[:2]

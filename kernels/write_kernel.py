@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_paged.kernels.layout import UINT4_MAX, GroupPages, LayerKV, Pages, PlainPages
+from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.store_tile import store_tile
 
 ROWS = 16
@@ -120,6 +121,7 @@ def _write_kv(
         )
 
 
+@on_device
 def write_kv(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
     """`reference.write_kv` on a GPU: any strides of `key` and `value`, K and V of different head_dim or format."""
     tokens, kv_heads = key.shape[:2]

@@ -1,0 +1,31 @@
+"""Triton launches on the GPU that holds their operands.
+
+torch launches on the device of its operands, Triton on the current one: a model on cuda:1 would have its kernels on
+cuda:0, where its memory is foreign or not to be read at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_device(launcher: Callable[P, R]) -> Callable[P, R]:
+    """`launcher` with the GPU of its first tensor as the current one."""
+
+    @wraps(launcher)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        tensor = next(arg for arg in args if isinstance(arg, Tensor))
+        if not tensor.is_cuda:  # Triton's interpreter
+            return launcher(*args, **kwargs)
+        with torch.cuda.device_of(tensor):
+            return launcher(*args, **kwargs)
+
+    return guarded
