@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.overlap import begin, overlap
+
 MAX_ROWS = 16
 _MIN_DOT_ROWS = 16  # of a matrix instruction
 
@@ -46,7 +48,9 @@ def _few_rows_linear(
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     n_mask = n < N
@@ -120,6 +124,7 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: FewR
         EVEN_K=k % config.block_k == 0,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
+        **overlap(out),
     )
     return out
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.overlap import begin, overlap
+
 BLOCK = 1024  # columns per program
 
 
@@ -20,7 +22,9 @@ def _gated_activation(
     N: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = d < N
@@ -54,5 +58,6 @@ def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
         KIND=kind,
         BLOCK=BLOCK,
         num_warps=4,
+        **overlap(out),
     )
     return out

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_paged.kernels.hadamard_tile import hadamard_tile
 from hf_paged.kernels.kv_transform import KVTransform, rotation_block
+from hf_paged.kernels.overlap import begin, overlap
 
 _TILE = 2048  # elements
 
@@ -24,7 +25,9 @@ def _restore_output(
     ROWS: tl.constexpr,
     V_OFFSET: tl.constexpr,
     V_ROTATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK_V)
     mask = (row < num_rows)[:, None] & (c < V_DIM)[None, :]
@@ -56,5 +59,6 @@ def restore_output(out: Tensor, transform: KVTransform) -> Tensor:
         V_OFFSET=transform.v_offset is not None,
         V_ROTATION=rotation_block(v_dim) if transform.rotates_v else 1,
         num_warps=4,
+        **overlap(out),
     )
     return out

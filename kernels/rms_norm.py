@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.overlap import begin, overlap
 from hf_paged.kernels.reference_fused import RMSNorm
 
 MAX_SIZE = 32768  # elements of a row: 16 warps with 64 fp32 registers each
@@ -51,7 +52,9 @@ def _rms_norm(
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     CAST_FIRST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK)[None, :]
@@ -122,4 +125,5 @@ def _launch(
         OFFSET=0.0 if norm is None else norm.offset,
         CAST_FIRST=norm is not None and norm.cast_first,
         num_warps=min(max(block * rows_per_program // 256, 1), 16),  # 8 elements a thread: one 16-byte load
+        **overlap(rows),
     )

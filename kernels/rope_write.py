@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_paged.kernels.hadamard_tile import hadamard_tile
 from hf_paged.kernels.kv_transform import KVTransform, rotation_block
 from hf_paged.kernels.layout import LayerKV
+from hf_paged.kernels.overlap import begin, overlap
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
 from hf_paged.kernels.rms_norm import weigh
 from hf_paged.kernels.store_tile import store_tile
@@ -125,7 +126,9 @@ def _rope_write(
     V_OFFSET: tl.constexpr,
     K_ROTATION: tl.constexpr,  # channels rotated together, 1: no rotation
     V_ROTATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     Q_TILES: tl.constexpr = (Q_HEADS + Q_ROWS - 1) // Q_ROWS
@@ -270,6 +273,7 @@ def rope_write(
         K_ROTATION=rotation_block(head_dim) if transform is not None and transform.rotates_k else 1,
         V_ROTATION=rotation_block(v_dim) if transform is not None and transform.rotates_v else 1,
         num_warps=4,
+        **overlap(out),
     )
     return out
 

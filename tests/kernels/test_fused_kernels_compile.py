@@ -26,10 +26,14 @@ def build(kernel, pointers, ints, floats, constants, warps, ones=()):
     names = [p.name for p in kernel.params]
     values = {**pointers, **dict.fromkeys(ints, "i32"), **dict.fromkeys(floats, "fp32")}
     signature = {name: values.get(name, "constexpr") for name in names}
-    constants = {**constants, **dict.fromkeys(ones, 1)}
+    constants = {**constants, **dict.fromkeys(ones, 1), "OVERLAP": arch >= 90}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in [*pointers, *ints]}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps}).asm["ptx"]
+    options = {"num_warps": warps, "launch_pdl": arch >= 90}
+    ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
+    waits = ptx.find("griddepcontrol.wait")
+    assert (waits >= 0) == (arch >= 90) and waits < ptx.find("ld.global"), ptx  # for what it then reads
+    return ptx
 
 def widest(ptx, what):
     return max(int(n or 1) * int(b) for n, b in re.findall(what + r"\\S*?(?:\\.v(\\d))?\\.b(\\d+)", ptx))
