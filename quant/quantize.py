@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_paged.config import refuse
 from hf_paged.quant import decoder_layers as decoder
 from hf_paged.quant import layer_quantizers as methods
 from hf_paged.quant.calibration import Calibration, load_calibration
@@ -64,7 +65,7 @@ def quantize(
         tokenizer: of the calibration text; None = the one in the model's folder.
         device: where layers are quantized; None = the first GPU, else the CPU.
         resume: continue an unfinished run into the same output, or start.
-        progress: show a bar on a terminal.
+        progress: on stderr, a bar on a terminal and a line per layer elsewhere.
 
     Raises:
         ValueError: settings, a model or a calibration that cannot be used; told before any weight is read, except for
@@ -73,6 +74,8 @@ def quantize(
         OSError: no such model, or no room.
     """
     begin = time.monotonic()
+    if not isinstance(config, QuantizeConfig | None):
+        refuse("config", config, "a QuantizeConfig")
     config, output = (config or QuantizeConfig()).resolved(), Path(output)
     check_output(output)
     target = _device(device)

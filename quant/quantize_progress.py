@@ -1,4 +1,4 @@
-"""A bar while layers are quantized: which layer, its error, and how long it will take yet."""
+"""While layers are quantized: which layer, its error, and how long it will take yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_paged.quant.quantize_report import LayerReport
 
 
 class QuantizeProgress:
-    """Shown on a terminal's stderr only; logs and pipes stay clean."""
+    """On stderr: a bar on a terminal, in a log or a pipe a line per layer."""
 
     def __init__(self, layers: int, *, shown: bool) -> None:
         columns = (
@@ -23,8 +23,10 @@ class QuantizeProgress:
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=not (shown and sys.stderr.isatty()))
+        terminal = sys.stderr.isatty()
+        self._bar = Progress(*columns, console=Console(stderr=True), disable=not (shown and terminal))
         self._task = self._bar.add_task("", total=layers)
+        self._layers, self._lines, self._done, self._seconds = layers, shown and not terminal, 0, 0.0
 
     def __enter__(self) -> QuantizeProgress:
         self._bar.start()
@@ -38,3 +40,9 @@ class QuantizeProgress:
     def advance(self, report: LayerReport) -> None:
         error = report.error if report.error is not None else (report.worst.error if report.linears else 0.0)
         self._bar.update(self._task, advance=1, description=f"error {error:.2e}")
+        self._done += 1
+        self._seconds += report.seconds
+        if self._lines:
+            left = self._seconds / self._done * (self._layers - self._done)
+            line = f"layer {self._done}/{self._layers}: error {error:.2e}, {report.seconds:.1f} s, ETA {left:.0f} s"
+            print(line, file=sys.stderr, flush=True)

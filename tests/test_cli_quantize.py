@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def test_a_run_prints_each_layers_error_and_what_became_of_the_bytes(
     result = run(model_path, "-o", tmp_path / "out", "--calibration", text, *SMALL)
     assert result.exit_code == 0, result.stderr
     assert "worst linear" in result.stdout and "MiB became" in result.stdout
+    assert re.search(r"^layer 1/2: error \S+, \S+ s, ETA \d+ s\nlayer 2/2: .* ETA 0 s$", result.stderr, re.MULTILINE)
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 

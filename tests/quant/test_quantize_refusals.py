@@ -64,6 +64,14 @@ def test_a_setting_that_the_method_does_not_have_is_not_ignored(settings: Mappin
         QuantizeConfig(**settings)
 
 
+@pytest.mark.parametrize("config", [{"method": "rtn"}, "rtn", QuantizeConfig])
+def test_settings_of_another_type_are_named_instead_of_failing_somewhere(
+    model_path: Path, tmp_path: Path, config: Any
+) -> None:
+    with pytest.raises(ValueError, match=r"config=.* is not allowed; allowed: a QuantizeConfig"):
+        hf_paged.quantize(model_path, config, output=tmp_path / "out")
+
+
 @pytest.mark.parametrize("device", ["gpu", "meta"])
 def test_a_device_that_is_not_here_leaves_no_partial_folder(model_path: Path, tmp_path: Path, device: str) -> None:
     with pytest.raises(ValueError, match="device="):
