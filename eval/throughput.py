@@ -268,7 +268,7 @@ def _result(
     steps = max(workload.output_lens) - 1
     if system.prefill is None or steps == 0 or min(workload.output_lens) <= steps:
         return result
-    prefill = timed(system.prefill, model.device, repeats=repeats).median
+    prefill = timed(system.prefill, model.device, repeats=repeats, warmup=0).median
     one_each = [1] * len(workload.prompt_lens)
     return replace(
         result,

@@ -18,6 +18,8 @@ from hf_paged.eval.memory import BLOCK_SIZES, dense_waste, paged_waste
 from hf_paged.eval.workload import Workload, make_workload
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_paged.eval.machine import Machine
 
 bench = typer.Typer(
@@ -98,14 +100,10 @@ def throughput(
     options = cli.engine_options(dict(locals()) | {"kv_cache_dtype": None})
     lengths = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
     works = [cli.checked(make_workload, {"name": name, **lengths}) for name in workload or ["ragged128"]]
-    from hf_paged.eval.bench_models import load_bench_model  # not for --help
     from hf_paged.eval.machine import measure_machine
     from hf_paged.eval.throughput import make_llm, measure_throughput, weight_sizes
 
-    cli.quiet_unless_terminal()
-    loaded = load_bench_model(
-        cli.existing(model), dtype=dtype.value, device=cli.usable(device), weight_bits=weight_bits
-    )
+    loaded = _load(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
     machine = measure_machine(loaded.device, loaded.dtype)
     others = [choice.value for choice in baseline or ()]
     title = f"{model}, {', '.join(map(str, works))}"
@@ -157,13 +155,9 @@ def latency(
     """Time to the first token and between tokens of one prompt."""
     options = cli.engine_options(dict(locals()))
     work = cli.checked(make_workload, {"name": "b1", "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
-    from hf_paged.eval.bench_models import load_bench_model  # not for --help
     from hf_paged.eval.latency import measure_latency
 
-    cli.quiet_unless_terminal()
-    loaded = load_bench_model(
-        cli.existing(model), dtype=dtype.value, device=cli.usable(device), weight_bits=weight_bits
-    )
+    loaded = _load(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
     machine, results = measure_latency(loaded, work, dense=dense, engine_options=options, repeats=repeats)
     table = _table(f"{model}, {work}", "first token ms", "least", "p50 ms", "p90 ms", "p99 ms", "least")
     for result in results:
@@ -194,15 +188,11 @@ def online(
     """Time to the first token and between tokens of requests that arrive over time (Poisson)."""
     options = cli.engine_options(dict(locals()))
     work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
-    from hf_paged.eval.bench_models import load_bench_model  # not for --help
     from hf_paged.eval.online import check_rate, measure_online
 
     if rate is not None:
         cli.checked(check_rate, {"rate": rate})
-    cli.quiet_unless_terminal()
-    loaded = load_bench_model(
-        cli.existing(model), dtype=dtype.value, device=cli.usable(device), weight_bits=weight_bits
-    )
+    loaded = _load(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
     machine, result = measure_online(
         loaded, work, rate=math.inf if rate is None else rate, engine_options=options, repeats=repeats
     )
@@ -281,6 +271,15 @@ def kernels(
     cli.OUT.print(table)
     cli.OUT.print(f"Ceiling: codes and scales of the live tokens read at {bandwidth:.2f} TB/s.", highlight=False)
     print(json.dumps({"read_tb_s": bandwidth, "rows": rows}))
+
+
+def _load(model: str, *, dtype: str, device: str | None, weight_bits: int | None) -> PreTrainedModel:
+    """A shape with random weights, or a model that is somewhere."""
+    from hf_paged.eval.bench_models import SHAPES, load_bench_model  # not for --help
+
+    cli.quiet_unless_terminal()
+    name = model if model in SHAPES else cli.existing(model)
+    return load_bench_model(name, dtype=dtype, device=cli.usable(device), weight_bits=weight_bits)
 
 
 def _table(title: str, *figures: str) -> Table:
