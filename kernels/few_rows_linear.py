@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.overlap import begin, overlap
 
 MAX_ROWS = 16
@@ -91,6 +92,7 @@ def _few_rows_linear(
         tl.store(out, sums.to(DTYPE), mask=(m < M)[:, None] & n_mask[None, :])
 
 
+@on_device
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, config: FewRowsConfig | None = None) -> Tensor:
     """`linear(x, weight, bias)` of at most `MAX_ROWS` rows.
 

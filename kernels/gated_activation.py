@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.overlap import begin, overlap
 
 BLOCK = 1024  # columns per program
@@ -42,6 +43,7 @@ def _gated_activation(
     tl.store(out_ptr + row * N + d, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@on_device
 def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """`reference_fused.gated_activation` on a GPU."""
     n = gate.shape[-1]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_paged.kernels.hadamard_tile import hadamard_tile
 from hf_paged.kernels.kv_transform import KVTransform, rotation_block
+from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.overlap import begin, overlap
 
 _TILE = 2048  # elements
@@ -39,6 +40,7 @@ def _restore_output(
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@on_device
 def restore_output(out: Tensor, transform: KVTransform) -> Tensor:
     """`transform.output(out)` on a GPU, written over `out`, which must be contiguous."""
     tokens, heads, v_dim = out.shape

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.overlap import begin, overlap
 from hf_paged.kernels.reference_fused import RMSNorm
 
@@ -77,6 +78,7 @@ def _rms_norm(
         tl.store(out_ptr + at, x.to(DTYPE), mask=mask)
 
 
+@on_device
 def rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
     """`reference_fused.rms_norm` on a GPU; N at most `MAX_SIZE`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -84,6 +86,7 @@ def rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
     return out
 
 
+@on_device
 def add_rms_norm(
     delta: Tensor, residual: Tensor, norm: RMSNorm | None, post: RMSNorm | None
 ) -> tuple[Tensor, Tensor | None]:

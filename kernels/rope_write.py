@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_paged.kernels.hadamard_tile import hadamard_tile
 from hf_paged.kernels.kv_transform import KVTransform, rotation_block
 from hf_paged.kernels.layout import LayerKV
+from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.overlap import begin, overlap
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
 from hf_paged.kernels.rms_norm import weigh
@@ -195,6 +196,7 @@ def _rope_write(
             )  # fmt: skip
 
 
+@on_device
 def rope_write(
     query: Tensor,
     key: Tensor,
