@@ -21,6 +21,7 @@ from hf_paged.eval.throughput import greedy, make_llm
 from hf_paged.eval.workload import Workload
 from hf_paged.llm import LLM
 
+_WARM_UP = 16  # requests
 _LEAST_RATE = 1e-6  # requests per second: one in eleven days
 
 
@@ -59,7 +60,7 @@ def measure_online(
 ) -> tuple[Machine, OnlineResult]:
     """Serve `workload` with its requests arriving at `rate` per second; every run starts cold.
 
-    A warm-up run, in which all arrive at once, captures graphs and compiles kernels.
+    Before, all graphs are captured and the first requests served together, which compiles kernels.
 
     Raises:
         ValueError: `rate` is not one of `check_rate`, or the workload is longer than the model's context.
@@ -68,7 +69,8 @@ def measure_online(
     llm = make_llm(model, [workload], engine_options or {})
     machine = measure_machine(model.device, model.dtype)
     prompts, arrivals = workload.prompts(llm.engine.vocab_size), _arrivals(len(workload.prompt_lens), rate)
-    _serve(llm, workload, prompts, _arrivals(len(prompts), math.inf))
+    llm.engine.runner.capture_graphs()
+    _serve(llm, workload, prompts[:_WARM_UP], _arrivals(_WARM_UP, math.inf))
     runs = [_serve(llm, workload, prompts, arrivals) for _ in range(repeats)]
     first = np.concatenate([[times[0] for times in run] for run in runs]) * 1e3
     between = np.concatenate([np.diff(times) for run in runs for times in run]) * 1e3

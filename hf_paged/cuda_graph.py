@@ -1,10 +1,10 @@
 """Capture steps as CUDA graphs and replay them: no Python and no launch cost per layer.
 
-A graph is captured for a `StepBucket` the first time one is needed: a padded number of decodes, a padded number of
-prompt tokens (0 in a step of decodes alone) and a bound on sequence length. Its inputs live at a fixed address in the
-same packing that every step uses. Padding decodes have length 0, padding tokens are written nowhere and attend to
-nothing. Sequence lengths, tables and slots are read from that buffer at replay, so a graph never goes stale as
-sequences grow. The bound only sizes the launch: how many ways attention is split.
+A graph is captured for a `StepBucket` the first time one is needed, or all of them when asked: a padded number of
+decodes, a padded number of prompt tokens (0 in a step of decodes alone) and a bound on sequence length. Its inputs live
+at a fixed address in the same packing that every step uses. Padding decodes have length 0, padding tokens are written
+nowhere and attend to nothing. Sequence lengths, tables and slots are read from that buffer at replay, so a graph never
+goes stale as sequences grow. The bound only sizes the launch: how many ways attention is split.
 """
 
 from __future__ import annotations
@@ -49,16 +49,41 @@ class StepBucket:
         prompt_tokens = sum(item.num_scheduled_tokens for item in scheduled) - decodes
         if len(scheduled) - decodes > _MAX_PROMPTS or prompt_tokens > _PROMPT_TOKENS[-1]:
             return None
+        longest = max(item.start + item.num_scheduled_tokens for item in scheduled)
+        return cls._padded(decodes, prompt_tokens, longest, max_num_seqs, max_model_len)
+
+    @classmethod
+    def _padded(
+        cls, decodes: int, prompt_tokens: int, longest: int, max_num_seqs: int, max_model_len: int
+    ) -> StepBucket:
         sizes = _DECODES_BESIDE_PROMPTS if prompt_tokens else _BATCH_SIZES
         padded = next((size for size in sizes if size >= decodes), -(-decodes // 64) * 64)
         bound = _SMALLEST_LENGTH
-        while bound < max(item.start + item.num_scheduled_tokens for item in scheduled):
+        while bound < longest:
             bound *= 4
         return cls(
             num_decodes=min(padded, max_num_seqs),
             num_prompt_tokens=next(size for size in (0, *_PROMPT_TOKENS) if size >= prompt_tokens),
             max_seq_len=min(bound, max_model_len),
         )
+
+    @classmethod
+    def all(cls, *, max_num_seqs: int, max_model_len: int) -> set[StepBucket]:
+        """Every bucket that a step of up to so many sequences of up to so many tokens can get."""
+        lengths = [_SMALLEST_LENGTH]
+        while lengths[-1] < max_model_len:
+            lengths.append(lengths[-1] * 4)
+        return {
+            cls._padded(decodes, prompt_tokens, length, max_num_seqs, max_model_len)
+            for length in lengths
+            for decodes in range(max_num_seqs + 1)
+            for prompt_tokens in (0, *_PROMPT_TOKENS)
+            if decodes or prompt_tokens
+        }
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_prompt_tokens
 
     @property
     def num_prompts(self) -> int:
@@ -68,7 +93,7 @@ class StepBucket:
         num_seqs = self.num_decodes + self.num_prompts
         return StepPacking(
             StepShape(
-                num_tokens=self.num_decodes + self.num_prompt_tokens,
+                num_tokens=self.num_tokens,
                 num_decodes=self.num_decodes,
                 num_seqs=num_seqs,
                 num_logits=num_seqs,
@@ -139,7 +164,7 @@ class CapturedStep:
 
 
 class StepGraphs:
-    """Captured steps by bucket, captured when first needed.
+    """Captured steps by bucket.
 
     With `cuda_graphs="auto"` a model that cannot be captured runs without graphs and the reason is logged once; with
     `cuda_graphs=True` the error is raised.
@@ -169,6 +194,13 @@ class StepGraphs:
         if bucket is None or _kind(bucket) in self._broken:
             return None
         return self._steps.get(bucket) or self._capture(bucket, run)
+
+    def capture_all(self, run: Callable[[ModelInputs], StepTensors]) -> None:
+        """Capture what is not captured yet, large steps first: their memory serves the small ones."""
+        buckets = StepBucket.all(max_num_seqs=self._config.max_num_seqs, max_model_len=self._max_model_len)
+        for bucket in sorted(buckets - self._steps.keys(), key=lambda bucket: -bucket.num_tokens):
+            if _kind(bucket) not in self._broken:
+                self._capture(bucket, run)
 
     def _capture(self, bucket: StepBucket, run: Callable[[ModelInputs], StepTensors]) -> CapturedStep | None:
         try:

@@ -129,6 +129,12 @@ class ModelRunner:
             greedy = None if greedy is None else greedy[sampled]
         return StepLogits(logits=tensors.logits[:n], sampled=sampled, rows=rows, positions=positions, greedy=greedy)
 
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Capture every step that requests may need, so that none of them waits for it."""
+        if self.graphs is not None:
+            self.graphs.capture_all(self._run_captured)
+
     def _step_tensors(self, scheduled: list[ScheduledRequest], wanted: _WantedLogits) -> StepTensors:
         """Replay the step where it is captured, otherwise launch it kernel by kernel."""
         if self.graphs is not None and not wanted.of_prompts:

@@ -41,6 +41,14 @@ def test_a_step_gets_the_smallest_bucket_that_holds_it(lengths: list[int], bucke
     assert (found.num_decodes, found.num_prompt_tokens, found.max_seq_len) == bucket
 
 
+def test_all_buckets_are_those_that_steps_get_and_no_more() -> None:
+    """A step whose bucket is missed would be captured while a request waits for it."""
+    found = StepBucket.all(**LIMITS)
+    lengths = [[1] * decodes + prompts for decodes in range(49) for prompts in ([], [2], [40], [900, 900])]
+    assert {StepBucket.of(planned(*step), **LIMITS) for step in lengths if step} <= found
+    assert len(found) == (7 + 4 * 12) * 2  # batch sizes, decodes beside prompts x prompt tokens, length bounds
+
+
 @pytest.mark.parametrize("lengths", [[2049], [1, 1500, 700], [2] * 17])
 def test_a_step_that_keeps_the_device_busy_by_itself_is_not_captured(lengths: list[int]) -> None:
     assert StepBucket.of(planned(*lengths), **LIMITS) is None
