@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -129,7 +130,7 @@ def _group_index(k: int, form: Format, generator: torch.Generator) -> Tensor:
 def random_linear(n: int, g_idx: Tensor, form: Format, generator: torch.Generator) -> dict[str, Tensor]:
     """The tensors of one random linear `[n, k]` in `form`'s layout, by suffix; `g_idx` `[k]`."""
     k, groups, levels = len(g_idx), int(g_idx.max()) + 1, 1 << form.bits
-    options = {"generator": generator, "device": generator.device}
+    options: dict[str, Any] = {"generator": generator, "device": generator.device}
     spread = (levels**2 / 12) ** 0.5  # standard deviation of the codes
     scales = ((torch.rand((groups, n), **options) * 0.5 + 0.75) / spread / k**0.5).half()
     zeros = torch.full((groups, n), levels // 2, dtype=torch.uint8, device=generator.device)
