@@ -1,8 +1,8 @@
 """The one packed weight all kernels read: its tiles, and what it means in plain torch.
 
-Codes (2, 4 or 8 bits; 3-bit codes live in 4-bit fields) are cut into tiles of 64 output rows by `512 / bits` input
-channels. A tile is 64 rows of 16 int32 words, 4 KiB in one piece, so a warp's 16-byte loads are contiguous however
-large K is. Inside a word, bits `[bits * j, bits * (j + 1))` of its low and its high half hold two neighbouring
+Codes (2, 4 or 8 bits; other widths live in the next wider field) are cut into tiles of 64 output rows by `512 / bits`
+input channels. A tile is 64 rows of 16 int32 words, 4 KiB in one piece, so a warp's 16-byte loads are contiguous
+however large K is. Inside a word, bits `[bits * j, bits * (j + 1))` of its low and its high half hold two neighbouring
 channels of slice j:
 
     channel in tile = 32 * j + 2 * pair + half,   pair = word // 4 + 4 * (word % 4)
@@ -44,7 +44,7 @@ class PackedWeight:
     zeros: Tensor | None  # [groups, N] uint8
     perm: Tensor | None  # [K] int32, the input channel stored at each packed position
     field_bits: int  # width of a stored field: 2, 4 or 8
-    code_bits: int  # width of the code: as field_bits, or 3 in a field of 4
+    code_bits: int  # width of the code: as field_bits, or less
     group_size: int
     in_features: int
     out_features: int
@@ -55,7 +55,8 @@ class PackedWeight:
 
 
 def field_bits(code_bits: int) -> int:
-    return 4 if code_bits == 3 else code_bits
+    """Width of the field that holds a code of 2 to 8 bits."""
+    return next(width for width in (2, 4, 8) if code_bits <= width)
 
 
 def packed_shape(in_features: int, out_features: int, bits: int) -> tuple[int, int, int, int]:

@@ -2,7 +2,7 @@
 
 Real files carry keys of many tools and years (`version: "GEMM"`, `do_fuse`, `exllama_config`,
 `modules_in_block_to_quantize`, `dynamic`, `extra_config`). Nothing here needs a quantization package, nothing unknown
-is an error, and what is saved is what was read. The classes carry Transformers' names because
+is an error but the name of a layout, and what is saved is what was read. The classes carry Transformers' names because
 `from_pretrained(quantization_config=...)` compares them by name; only the options below mean something when passed
 there:
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import transformers
@@ -27,7 +28,7 @@ _OPTIONS = {"allow_bin": False, "self_check": True, "cpu_cache": True}
 
 
 class CheckpointConfig(QuantizationConfigMixin):
-    """Behaviour shared by the four classes below: fields verbatim, options as attributes."""
+    """Behaviour shared by the classes below: fields verbatim, options as attributes."""
 
     quant_method: QuantizationMethod
     fields: dict[str, Any]
@@ -36,11 +37,12 @@ class CheckpointConfig(QuantizationConfigMixin):
     cpu_cache: bool
     dequantize: bool
     _method: QuantizationMethod
+    _layouts: tuple[str, ...] = ()  # names of layouts that are read; none: the tensors' names tell them
 
     def __init__(self, **fields: Any) -> None:
         for name, default in _OPTIONS.items():
             setattr(self, name, bool(fields.pop(name, default)))
-        fields.pop("quant_method", None)
+        self._name = str(fields.pop("quant_method", None) or self._method.value)  # as the file has it
         self.quant_method = self._method
         self.dequantize = False
         self.fields = fields
@@ -50,7 +52,7 @@ class CheckpointConfig(QuantizationConfigMixin):
         return {name: getattr(self, name) for name in _OPTIONS}
 
     def to_dict(self) -> dict[str, Any]:
-        return {**copy.deepcopy(self.fields), "quant_method": self.quant_method.value}
+        return {**copy.deepcopy(self.fields), "quant_method": self._name}
 
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
@@ -61,12 +63,23 @@ class CheckpointConfig(QuantizationConfigMixin):
     def label(self, module: str) -> Label:
         """What this config promises for the linear `module` (its name in the file)."""
         fields = {**self.fields, **_override(self.fields, module)}
+        layout = self._format(fields)
         return Label(
             bits=_integer(fields, "bits", "w_bit"),
             group_size=_integer(fields, "group_size", "q_group_size"),
             method=self.quant_method.value,
-            zero_offset=0 if self._format(fields) == "gptq_v2" else 1,
+            zero_offset=0 if layout in ("gptq_v2", "gptq_p") else 1,
+            planar=layout == "gptq_p",
         )
+
+    def check(self) -> None:
+        """Raise ValueError for a layout that is not read: an unknown one may have the shapes of a known one."""
+        name = self._format(self.fields)
+        if self._layouts and name and name not in self._layouts:
+            raise ValueError(
+                f"quantization_config: layout {name!r} is not read; allowed: {', '.join(self._layouts)}. Save the "
+                "model as one of these with the tool that wrote it"
+            )
 
     def quantizes_activations(self, module: str) -> bool:
         """Whether an FP8 linear quantizes its activations too (with `input_scale` in the file it always does)."""
@@ -74,19 +87,57 @@ class CheckpointConfig(QuantizationConfigMixin):
 
     @staticmethod
     def _format(fields: Mapping[str, Any]) -> str:
+        """The layout's name in lower case, empty if there is none."""
         return str(fields.get("checkpoint_format") or fields.get("format") or "").lower()
 
 
 class AwqConfig(CheckpointConfig, transformers.AwqConfig):
-    """`quant_method: awq`."""
+    """`quant_method: awq`. (`exllama` and `ipex` named a way to run `gemm` files.)"""
 
     _method = QuantizationMethod.AWQ
+    _layouts = ("gemm", "gemv", "gemv_fast", "llm-awq", "exllama", "ipex")
+
+    @staticmethod
+    def _format(fields: Mapping[str, Any]) -> str:
+        return str(fields.get("version") or fields.get("format") or "").lower()
 
 
 class GPTQConfig(CheckpointConfig, transformers.GPTQConfig):
     """`quant_method: gptq`."""
 
     _method = QuantizationMethod.GPTQ
+    _layouts = ("gptq", "gptq_v2", "gptq_p")
+
+    @staticmethod
+    def _format(fields: Mapping[str, Any]) -> str:
+        return "marlin" if fields.get("is_marlin_format") else CheckpointConfig._format(fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As read, but with the layout by its name: GPTQModel refuses AutoGPTQ's `is_marlin_format`."""
+        fields = super().to_dict()
+        if "is_marlin_format" in fields:
+            del fields["is_marlin_format"]
+            fields.setdefault("checkpoint_format", "gptq")
+        return fields
+
+
+class AutoRoundConfig(CheckpointConfig, transformers.AutoRoundConfig):
+    """`quant_method: auto-round`, GPTQ or AWQ tensors by `packing_format`."""
+
+    _method = QuantizationMethod.AUTOROUND
+    _layouts = ("auto_round", "auto_round:gptqmodel", "auto_round:auto_gptq", "auto_round:auto_awq")
+
+    def label(self, module: str) -> Label:
+        packing = self._format(self.fields)
+        return replace(
+            super().label(module),
+            method="awq" if packing.endswith("awq") else "gptq",
+            zero_offset=1 if packing.endswith("auto_gptq") else 0,
+        )
+
+    @staticmethod
+    def _format(fields: Mapping[str, Any]) -> str:
+        return str(fields.get("packing_format") or "").lower()
 
 
 class FineGrainedFP8Config(CheckpointConfig, transformers.FineGrainedFP8Config):
@@ -110,6 +161,17 @@ class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsCo
                     method=self.quant_method.value,
                 )
         return Label(method=self.quant_method.value)
+
+    def check(self) -> None:
+        """Raise ValueError for weights that only mean something beside rotations of the activations."""
+        for scheme in _mappings(_mapping("transform_config", self.fields.get("transform_config")), "config_groups"):
+            places = [_mapping("transform_config apply", place).get("location") for place in scheme.get("apply") or ()]
+            online = [place for place in places if not str(place).startswith("weight_")]
+            if online:
+                raise ValueError(
+                    f"quantization_config.transform_config: transforms of {', '.join(map(str, online))} at run time "
+                    "are not read; quantize the model without them, or with transforms of weights only"
+                )
 
     def quantizes_activations(self, module: str) -> bool:
         for group in _mappings(self.fields, "config_groups"):
@@ -136,11 +198,14 @@ def _targets(targets: list[str], module: str) -> bool:
 
 
 def _override(fields: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """Per-module settings: GPTQModel `dynamic` (regex, `+:` or `-:` prefixed), AutoRound `extra_config` (names)."""
+    """Per-module settings: GPTQModel `dynamic` (regex, `+:` or `-:` prefixed), AutoRound `extra_config` (names, or
+    regular expressions found anywhere)."""
     for pattern, values in _mapping("dynamic", fields.get("dynamic")).items():
         if not pattern.startswith("-:") and _matches(pattern.removeprefix("+:"), module):
             return values if isinstance(values, Mapping) else {}
-    extra = _mapping("extra_config", fields.get("extra_config")).get(module)
+    rules = _mapping("extra_config", fields.get("extra_config"))
+    patterns = (rule for rule in rules if re.search(r"[^\w.\-]", rule) and _matches(f".*(?:{rule})", module))
+    extra = rules.get(module if module in rules else next(patterns, ""))
     return extra if isinstance(extra, Mapping) else {}
 
 

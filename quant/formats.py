@@ -94,17 +94,20 @@ def stored_zero_offset(stored: Tensor, codes: Tensor, group: Tensor, bits: int, 
 
 
 def _read_gptq(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
-    codes = packing.unpack_words(tensors["qweight"].t().contiguous(), layout.bits, layout.in_features)
+    unpack = packing.unpack_planar if layout.kind == "gptq_p" else packing.unpack_words
+    codes = unpack(tensors["qweight"].t().contiguous(), layout.bits, layout.in_features)
     g_idx = _check_g_idx(f"{name}.g_idx", tensors["g_idx"], layout) if "g_idx" in tensors else None
     zeros = None
     if "qzeros" in tensors:
-        stored = packing.unpack_words(tensors["qzeros"], layout.bits, layout.out_features)
+        stored = unpack(tensors["qzeros"], layout.bits, layout.out_features)
         group = (
             torch.arange(layout.in_features, device=codes.device) // layout.group_size
             if g_idx is None
             else g_idx.long()
         )
-        offset = stored_zero_offset(stored, codes, group, layout.bits, layout.zero_offset)
+        offset = layout.zero_offset
+        if layout.kind == "gptq":
+            offset = stored_zero_offset(stored, codes, group, layout.bits, layout.zero_offset)
         if offset != layout.zero_offset:
             _report_label(layout.zero_offset, offset)
         if not mask_zeros:
@@ -128,10 +131,11 @@ def _version(offset: int) -> str:
 
 
 def _write_gptq(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
-    out = {"qweight": packing.pack_words(weight.codes, layout.bits).t().contiguous(), "scales": weight.scales}
+    pack = packing.pack_planar if layout.kind == "gptq_p" else packing.pack_words
+    out = {"qweight": pack(weight.codes, layout.bits).t().contiguous(), "scales": weight.scales}
     if "qzeros" in layout.tensors:
         stored = (_zeros(weight).to(torch.int16) - layout.zero_offset) & (2**layout.bits - 1)
-        out["qzeros"] = packing.pack_words(stored.to(torch.uint8), layout.bits)
+        out["qzeros"] = pack(stored.to(torch.uint8), layout.bits)
     if "g_idx" in layout.tensors:
         out["g_idx"] = weight.group_index().to(torch.int32)
     return out
@@ -243,6 +247,7 @@ def _zeros(weight: QuantizedWeight) -> Tensor:
 
 _READERS = {
     "gptq": _read_gptq,
+    "gptq_p": _read_gptq,
     "awq_gemm": _read_awq_gemm,
     "awq_gemv": _read_awq_gemv,
     "awq_gemv_fast": _read_interleaved,
@@ -251,6 +256,7 @@ _READERS = {
 }
 _WRITERS = {
     "gptq": _write_gptq,
+    "gptq_p": _write_gptq,
     "awq_gemm": _write_awq_gemm,
     "awq_gemv": _write_awq_gemv,
     "awq_gemv_fast": _write_interleaved,

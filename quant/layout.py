@@ -7,6 +7,7 @@ was found; nothing is guessed.
 | kind | bits | qweight | zeros | scales |
 | --- | --- | --- | --- | --- |
 | gptq | 2 3 4 8 | int32 [K * bits / 32, N] | qzeros int32 [G, N * bits / 32] | [G, N] |
+| gptq_p | 2 to 8 | as gptq, planar words; only the label tells it from gptq | as gptq | [G, N] |
 | awq_gemm | 4 | int32 [K, N / 8] | qzeros int32 [G, N / 8] | [G, N] |
 | awq_gemv | 4 | int32 [N, K / 8] | qzeros int32 [N, W] | [N, 8 W] |
 | awq_gemv_fast | 4 | int16 [N / 4, K] | qzeros fp16 [8 W, N], minus scale * zero | [8 W, N] |
@@ -20,7 +21,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hf_paged.quant.packing import BITS, words_for
+from hf_paged.quant.packing import BITS, PLANAR_BITS, words_for
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,10 @@ PACKED_SUFFIXES = (
     "weight_shape",
     "weight_g_idx",
 )
-_REMEDY = "nvfp4, mxfp4, marlin and sparse layouts are not read: re-save the model as `pack-quantized`, GPTQ or AWQ"
+REMEDY = (
+    "int8 activations (W8A8), nvfp4, mxfp4, marlin and sparse layouts are not read: re-save the model as "
+    "`pack-quantized`, `float-quantized`, GPTQ or AWQ"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,8 @@ class Label:
     bits: int | None = None
     group_size: int | None = None  # -1: one group over all input channels
     method: str = "gptq"  # gptq | awq | compressed-tensors
-    zero_offset: int = 1  # 1: GPTQ v1 stores zero - 1; 0: gptq_v2 stores the zero
+    zero_offset: int = 1  # 1: GPTQ v1 stores zero - 1; 0: gptq_v2 and gptq_p store the zero
+    planar: bool = False  # GPTQ words are planar (gptq_p)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +117,9 @@ def identify(name: str, found: Mapping[str, TensorSpec], in_features: int, out_f
                     tensors=dict(found),
                 )
             failures.append(problem)
-    raise ValueError(max(failures, key=lambda failure: failure[0])[1])  # the nearest layout's; the label's on a tie
+    nearest = max(failures, key=lambda failure: failure[0])[1]  # the label's on a tie
+    words = found.get("weight_packed", found.get("qweight"))
+    raise ValueError(nearest if words is None or words.dtype in ("I32", "I16") else f"{nearest}; {REMEDY}")
 
 
 def _kinds(name: str, found: Mapping[str, TensorSpec], label: Label) -> list[str]:
@@ -122,16 +129,18 @@ def _kinds(name: str, found: Mapping[str, TensorSpec], label: Label) -> list[str
         some = next(iter(found))
         raise ValueError(
             f"tensor {name}.{some} ({found[some]}) has no packed weight beside it: expected "
-            f"{name}.qweight or {name}.weight_packed; {_REMEDY}"
+            f"{name}.qweight or {name}.weight_packed; {REMEDY}"
         )
-    if found["qweight"].dtype == "I16":
+    if label.planar:
+        return ["gptq_p"]
+    if found["qweight"].dtype == "I16" and label.method == "awq":
         return ["llm_awq" if "scaled_zeros" in found else "awq_gemv_fast"]
     awq = ["awq_gemm", "awq_gemv"]
     return [*awq, "gptq"] if label.method == "awq" else ["gptq", *awq]
 
 
 def _candidate_bits(kind: str, label: Label) -> list[int]:
-    allowed = {"gptq": BITS, "compressed": (4, 8)}.get(kind, (4,))
+    allowed = {"gptq": BITS, "gptq_p": (*BITS, *PLANAR_BITS), "compressed": (4, 8)}.get(kind, (4,))
     first = [label.bits] if label.bits in allowed else []
     return [*first, *(bits for bits in allowed if bits not in first)]
 
@@ -169,7 +178,7 @@ _Expected = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # suffix -> a
 def _expected(kind: str, k: int, n: int, bits: int, group_size: int) -> _Expected:
     groups = -(-k // group_size)
     ints = ("I32",)
-    if kind == "gptq":
+    if kind in ("gptq", "gptq_p"):
         return {
             "qweight": (ints, (words_for(k, bits), n)),
             "qzeros": (ints, (groups, words_for(n, bits))),
@@ -196,6 +205,7 @@ def _expected(kind: str, k: int, n: int, bits: int, group_size: int) -> _Expecte
 
 _OPTIONAL = {
     "gptq": ("qzeros", "g_idx"),
+    "gptq_p": ("qzeros", "g_idx"),
     "awq_gemm": ("qzeros",),
     "compressed": ("weight_zero_point", "weight_shape", "weight_g_idx"),
 }

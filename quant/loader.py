@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointLoader(HfQuantizer):
-    """The quantizer for `awq`, `gptq`, `compressed-tensors` and `fp8` checkpoints."""
+    """The quantizer for `awq`, `gptq`, `auto-round`, `compressed-tensors` and `fp8` checkpoints."""
 
     requires_calibration = True
     quantization_config: CheckpointConfig
@@ -51,6 +51,7 @@ class CheckpointLoader(HfQuantizer):
                 "dequantize=True is not supported here: hf_paged runs from packed weights; call "
                 "hf_paged.unregister() to load with Transformers' own quantizer"
             )
+        self.quantization_config.check()
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, dtype: Any = None, **kwargs: Any

@@ -1,8 +1,9 @@
 """Bit fields inside integer words: the only place that shifts and masks a file's words.
 
 A word holds `32 // bits` fields, lowest bits first; with 3 bits, 32 fields form one 96-bit little-endian string over
-three words (GPTQ). Everything runs on the tensor's device, one field position at a time, so that the peak is one byte
-per field.
+three words (GPTQ). Planar words (`gptq_p`) cut each field into planes of 4, 2 and 1 bits and hold, for every 32 fields,
+the words of the low plane, then those of the next. Everything runs on the tensor's device, one field position at a
+time, so that the peak is one byte per field.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from torch import Tensor
 BITS = (2, 3, 4, 8)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column held by each nibble of an AWQ word, low to high
 _AWQ_INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
+_PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}  # bits of each plane, low to high
+PLANAR_BITS = tuple(_PLANES)  # other widths have one plane: the ordinary words
 
 
 def words_for(count: int, bits: int) -> int:
-    """How many int32 words hold `count` fields of `bits` bits (3 bits go in blocks of 32 fields)."""
-    return -(-count // 32) * 3 if bits == 3 else -(-count * bits // 32)
+    """How many int32 words hold `count` fields of `bits` bits (widths that do not divide a word go in blocks of 32)."""
+    return -(-count * bits // 32) if 32 % bits == 0 else -(-count // 32) * bits
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
@@ -48,6 +51,31 @@ def pack_words(fields: Tensor, bits: int) -> Tensor:
     for i in range(32 // bits):
         words |= fields[..., i].to(torch.int32) << (bits * i)
     return words
+
+
+def unpack_planar(words: Tensor, bits: int, count: int) -> Tensor:
+    """`[..., W]` int32 planar words -> `[..., count]` uint8 fields."""
+    if bits not in _PLANES:
+        return unpack_words(words, bits, count)
+    blocks = words.unflatten(-1, (-1, bits))
+    fields = words.new_zeros((*blocks.shape[:-1], 32), dtype=torch.uint8)
+    offset = 0
+    for width in _PLANES[bits]:
+        fields |= unpack_words(blocks[..., offset : offset + width], width, 32) << offset
+        offset += width
+    return fields.flatten(-2)[..., :count].contiguous()
+
+
+def pack_planar(fields: Tensor, bits: int) -> Tensor:
+    """The inverse of `unpack_planar`, padding with zero fields."""
+    if bits not in _PLANES:
+        return pack_words(fields, bits)
+    padded = torch.nn.functional.pad(fields, (0, -fields.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    planes, offset = [], 0
+    for width in _PLANES[bits]:
+        planes.append(pack_words((padded >> offset) & ((1 << width) - 1), width))
+        offset += width
+    return torch.cat(planes, dim=-1).flatten(-2)
 
 
 def unpack_awq_words(words: Tensor) -> Tensor:

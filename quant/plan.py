@@ -23,7 +23,7 @@ from hf_paged.quant.experts import PROJECTIONS
 from hf_paged.quant.fp8 import FP8_SUFFIXES, Fp8Layout, identify_fp8
 from hf_paged.quant.header import Header
 from hf_paged.quant.kv_scales import is_kv_scale
-from hf_paged.quant.layout import FLOATS, PACKED_SUFFIXES, Layout, TensorSpec, identify
+from hf_paged.quant.layout import FLOATS, PACKED_SUFFIXES, REMEDY, Layout, TensorSpec, identify
 
 _SHOWN = 8  # problems listed in one error
 
@@ -78,7 +78,7 @@ class Planner:
                 self._attempt(self._plan_linear, name, found)
         for name, projections in experts.items():
             self._attempt(self._plan_experts, name, projections)
-        self._check_plain(plain)
+        self._check_plain(plain, planned={*quantized, *experts})
         refuse_problems("loaded", self.problems)
         return self.plan
 
@@ -204,14 +204,23 @@ class Planner:
                     )
         self.plan.experts[name] = ExpertsPlan(layouts=layouts, experts=count)
 
-    def _check_plain(self, plain: Mapping[str, TensorSpec]) -> None:
-        """Every plain tensor fits its parameter, and every parameter left to the file is in it."""
+    def _check_plain(self, plain: Mapping[str, TensorSpec], planned: set[str]) -> None:
+        """Every plain tensor fits its parameter, and every parameter left to the file is in it. `planned`: modules with
+        packed tensors; what is wrong with them was said."""
         present: set[str] = set()
+        beside: dict[str, list[str]] = defaultdict(list)  # module -> tensors that are no parameters of it
         prefix = self.model.base_model_prefix
         for key, spec in plain.items():
             renamed, pattern = rename_source_key(key, self.renamings, self.converters, prefix, self.state)
             present.add(renamed)
             expected = self.state.get(renamed)
+            owner = self._rename(key).rpartition(".")[0]
+            if owner in planned or re.sub(r"\.\d+\.\w+$", "", owner) in planned:
+                self.problems.append(
+                    f"tensor {key} ({spec}) belongs to no layout that is read, beside the packed tensors of its module"
+                )
+            elif expected is None:
+                beside[owner].append(key)
             if expected is None or pattern is not None:
                 continue  # not ours: Transformers reports unexpected tensors, and checks what it converts
             if tuple(expected.shape) != spec.shape or (spec.dtype[0] in "FB") != expected.is_floating_point():
@@ -222,10 +231,10 @@ class Planner:
         tied = set(getattr(self.model, "all_tied_weights_keys", {}))
         for name, value in self.state.items():
             module = name.rpartition(".")[0]
-            replaced = module in self.plan.linears or module in self.plan.experts
-            if replaced or name in present or name in tied or self._ignored(name, missing=True):
+            if module in planned or name in present or name in tied or self._ignored(name, missing=True):
                 continue
-            self.problems.append(f"tensor {name} is missing: expected {list(value.shape)}")
+            found = f"; found {', '.join(sorted(beside[module]))}: {REMEDY}" if module in beside else ""
+            self.problems.append(f"tensor {name} is missing: expected {list(value.shape)}{found}")
 
     def _ignored(self, name: str, *, missing: bool = False) -> bool:
         kind = "_keys_to_ignore_on_load_missing" if missing else "_keys_to_ignore_on_load_unexpected"

@@ -1,8 +1,8 @@
 """Making `from_pretrained` load quantized checkpoints through this package, and undoing it.
 
-Transformers' own register functions refuse names that exist, so its two tables are assigned directly; they are read at
-call time. A model that is not yet quantized still goes to Transformers' own quantizer (GPTQ calibration, FP8 on the
-fly).
+Transformers' own register functions refuse names that exist, so its two tables are assigned directly, and what has no
+table is replaced by an object that remembers the original; all are read at call time. A model that is not yet quantized
+still goes to Transformers' own quantizer (GPTQ calibration, FP8 on the fly).
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from transformers import modeling_utils
 from transformers.quantizers import auto
 
 from hf_paged.quant import config as configs
 from hf_paged.quant.loader import CheckpointLoader
+from hf_paged.quant.sidecar import adopt
 
 _CONFIGS: dict[str, type] = {
     "awq": configs.AwqConfig,
     "gptq": configs.GPTQConfig,
+    "auto-round": configs.AutoRoundConfig,
     "compressed-tensors": configs.CompressedTensorsConfig,
     "fp8": configs.FineGrainedFP8Config,
 }
@@ -54,12 +57,26 @@ class _Supports:
         )
 
 
+class _Adopts:
+    """In place of the function that gives a config its quantizer: completes the config first (`sidecar.py`)."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+
+    def __call__(self, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("gguf_file") is None:
+            adopt(config)
+        return self.original(config, *args, **kwargs)
+
+
 def register() -> None:
     """Take over the quantized checkpoints named above, and refuse those of unknown methods. Idempotent."""
     quantizers, config_classes = _tables()
     check = vars(auto.AutoHfQuantizer)["supports_quant_method"]
     if not isinstance(check, _Supports):
         auto.AutoHfQuantizer.supports_quant_method = _Supports(check)  # type: ignore[method-assign]  # a static method
+    if not isinstance(modeling_utils.get_hf_quantizer, _Adopts):
+        modeling_utils.get_hf_quantizer = _Adopts(modeling_utils.get_hf_quantizer)
     for method, config_class in _CONFIGS.items():
         if not isinstance(quantizers[method], _Entry):
             quantizers[method] = _Entry(quantizers[method], config_classes[method])
@@ -72,6 +89,8 @@ def unregister() -> None:
     check = vars(auto.AutoHfQuantizer)["supports_quant_method"]
     if isinstance(check, _Supports):
         auto.AutoHfQuantizer.supports_quant_method = check.original  # type: ignore[method-assign]  # as above
+    if isinstance(modeling_utils.get_hf_quantizer, _Adopts):
+        modeling_utils.get_hf_quantizer = modeling_utils.get_hf_quantizer.original
     for method in _CONFIGS:
         entry = quantizers[method]
         if isinstance(entry, _Entry):

@@ -25,7 +25,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 class Cell:
     """One layout to write."""
 
-    kind: str = "gptq"  # gptq awq_gemm awq_gemv awq_gemv_fast llm_awq compressed
+    kind: str = "gptq"  # gptq gptq_p awq_gemm awq_gemv awq_gemv_fast llm_awq compressed
     bits: int = 4
     group_size: int = 32  # -1: one group
     symmetric: bool = False
@@ -62,6 +62,20 @@ def bit_string(fields: np.ndarray, bits: int) -> Tensor:
     return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view("<i4").copy())
 
 
+def planar(fields: np.ndarray, bits: int) -> Tensor:
+    """As `bit_string`, but every 32 fields are cut into planes of 4, 2 and 1 bits, low bits first."""
+    if bits in (2, 4, 8):
+        return bit_string(fields, bits)
+    words = []
+    for block in np.split(fields, fields.shape[1] // 32, axis=1):
+        low = 0
+        for width in (4, 2, 1):
+            if bits - low >= width:
+                words.append(bit_string((block >> low) & ((1 << width) - 1), width))
+                low += width
+    return torch.cat(words, dim=1)
+
+
 def interleave(codes: np.ndarray) -> Tensor:
     """AWQ's interleaved int16 words, one element at a time, from the description of its kernel."""
     n, k = codes.shape
@@ -83,11 +97,13 @@ def pack_linear(cell: Cell, integers: Integers) -> dict[str, Tensor]:
     codes = integers.codes.numpy().astype(np.int64)
     zeros = integers.zeros.numpy().astype(np.int64)
     (n, k), groups, bits = codes.shape, zeros.shape[0], cell.bits
-    if cell.kind == "gptq":
-        stored = (zeros - (1 if cell.version == 1 else 0)) % (1 << bits)
+    if cell.kind in ("gptq", "gptq_p"):
+        stored = (zeros - (1 if cell.kind == "gptq" and cell.version == 1 else 0)) % (1 << bits)
+        # words run along K in qweight and along N in qzeros
+        string = planar if cell.kind == "gptq_p" else bit_string
         return {
-            "qweight": bit_string(codes, bits).t().contiguous(),
-            "qzeros": bit_string(stored, bits),
+            "qweight": string(codes, bits).t().contiguous(),
+            "qzeros": string(stored, bits),
             "scales": integers.scales,
             "g_idx": integers.g_idx,
         }
@@ -166,14 +182,14 @@ def quantize(weight: Tensor, cell: Cell, seed: int = 0) -> Integers:
 
 def config_of(cell: Cell) -> dict[str, object]:
     """The `quantization_config` that a tool writes for `cell`."""
-    if cell.kind == "gptq":
+    if cell.kind in ("gptq", "gptq_p"):
         return {
             "quant_method": "gptq",
             "bits": cell.bits,
             "group_size": cell.group_size,
             "sym": cell.symmetric,
             "desc_act": cell.act_order,
-            "checkpoint_format": "gptq" if cell.version == 1 else "gptq_v2",
+            "checkpoint_format": "gptq_p" if cell.kind == "gptq_p" else "gptq" if cell.version == 1 else "gptq_v2",
         }
     if cell.kind == "compressed":
         weights = {

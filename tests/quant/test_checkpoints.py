@@ -134,6 +134,8 @@ def test_saving_writes_the_file_that_was_read(folder: str, shared: Path, tmp_pat
             before, after = old.get_tensor(name), new.get_tensor(name)
             assert before.dtype == after.dtype and torch.equal(before.view(torch.uint8), after.view(torch.uint8)), name
     configs = [json.loads((folder / "config.json").read_text())["quantization_config"] for folder in (path, tmp_path)]
+    if configs[0].pop("is_marlin_format", None) is False:  # GPTQModel ends at this key: the layout is named instead
+        configs[0]["checkpoint_format"] = "gptq"
     assert configs[0] == configs[1]
 
 

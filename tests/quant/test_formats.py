@@ -22,7 +22,8 @@ _NAMES = {
     torch.bfloat16: "BF16",
     torch.float32: "F32",
 }
-SHAPES = {"gptq": (40, 160), "compressed": (24, 160), "awq_gemm": (40, 192)}  # N and K are no multiples of 64 or 128
+# N and K are no multiples of 64 or 128
+SHAPES = {"gptq": (40, 160), "gptq_p": (96, 160), "compressed": (24, 160), "awq_gemm": (40, 192)}
 AWQ_KINDS = ("awq_gemm", "awq_gemv", "awq_gemv_fast", "llm_awq")
 
 
@@ -34,6 +35,11 @@ def _cells() -> list[Cell]:
         for sym in (True, False)
         for order in (True, False)
         for version in (1, 2)
+    ]
+    cells += [
+        Cell(kind="gptq_p", bits=bits, symmetric=sym, act_order=order)
+        for bits in range(2, 9)
+        for sym, order in ((True, False), (False, True))
     ]
     cells += [
         Cell(kind="compressed", bits=bits, group_size=group, symmetric=sym, act_order=order)
@@ -61,8 +67,10 @@ def _specs(tensors: dict[str, Tensor]) -> dict[str, TensorSpec]:
 
 
 def _label(cell: Cell) -> Label:
-    method = {"gptq": "gptq", "compressed": "compressed-tensors"}.get(cell.kind, "awq")
-    return Label(bits=cell.bits, group_size=cell.group_size, method=method, zero_offset=2 - cell.version)
+    method = {"gptq": "gptq", "gptq_p": "gptq", "compressed": "compressed-tensors"}.get(cell.kind, "awq")
+    planar = cell.kind == "gptq_p"
+    offset = 0 if planar else 2 - cell.version
+    return Label(bits=cell.bits, group_size=cell.group_size, method=method, zero_offset=offset, planar=planar)
 
 
 @pytest.mark.parametrize("cell", _cells(), ids=str)
