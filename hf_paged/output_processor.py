@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hf_paged.detokenizer import Detokenizer, detokenize
-from hf_paged.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from hf_paged.outputs import CompletionOutput, RequestOutput, TokenLogprobs, TokensSoFar
 from hf_paged.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _Sequence:
         return CompletionOutput(
             index=index,
             text=self._text(),
-            token_ids=list(request.output_token_ids),
+            token_ids=list(request.output_token_ids) if request.is_finished else TokensSoFar(request.output_token_ids),
             logprobs=list(self.logprobs) if wants_logprobs else None,
             cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
             finish_reason=request.finish_reason.value if request.finish_reason is not None else None,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 
 import pytest
 
-from hf_paged.outputs import CompletionOutput, Logprob, RequestOutput
+from hf_paged.outputs import CompletionOutput, Logprob, RequestOutput, TokensSoFar
 
 
 def make_output() -> RequestOutput:
@@ -47,3 +49,17 @@ def test_an_output_handed_out_cannot_be_changed_or_built_by_position() -> None:
         output.finished = False
     with pytest.raises(TypeError, match="positional"):
         Logprob(-0.5, 1)
+
+
+def test_an_output_of_a_stream_stays_what_it_was_while_the_sequence_grows() -> None:
+    tokens = [3, 1, 4]
+    so_far = TokensSoFar(tokens)
+    tokens.append(1)
+    assert so_far == [3, 1, 4]
+    assert (len(so_far), so_far[-1], so_far[1:], so_far[::-1]) == (3, 4, [1, 4], [4, 1, 3])
+    assert so_far != [3, 1, 4, 1]
+    with pytest.raises(IndexError):
+        so_far[3]
+    output = dataclasses.replace(make_output(), outputs=[CompletionOutput(index=0, text="", token_ids=so_far)])
+    assert json.loads(json.dumps(output.to_dict()))["outputs"][0]["token_ids"] == [3, 1, 4]
+    assert copy.deepcopy(so_far) == pickle.loads(pickle.dumps(so_far)) == [3, 1, 4]
