@@ -120,8 +120,10 @@ class BlockManager:
 
     def store(self, request: Request, end: int) -> None:
         """Let other requests find the full blocks below `end`, computed or about to be, whose tokens the host knows."""
+        if not self.enable_prefix_caching or not request.block_tables:
+            return
         full = min(end, len(request.token_ids)) // self.block_size
-        if full <= request.num_cached_blocks or not self.enable_prefix_caching or not request.block_tables:
+        if full <= request.num_cached_blocks:
             return
         extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, full)
         for group, table in enumerate(request.block_tables):
