@@ -27,7 +27,10 @@ _LEAST_RATE = 1e-6  # requests per second: one in eleven days
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineResult:
-    """Milliseconds over all requests and repeats; `rate` in requests per second, `tokens_per_s` from first to last."""
+    """Milliseconds over all requests and repeats; `rate` in requests per second, `tokens_per_s` from first to last.
+
+    `between` holds the percentiles 0..100 of the times between tokens.
+    """
 
     system: str
     kv_cache: str
@@ -38,6 +41,7 @@ class OnlineResult:
     first_p99: float
     between_p50: float
     between_p99: float
+    between: tuple[float, ...]
 
     def as_dict(self) -> dict[str, Any]:
         rate = None if math.isinf(self.rate) else self.rate  # JSON has no infinity
@@ -75,6 +79,7 @@ def measure_online(
     first = np.concatenate([[times[0] for times in run] for run in runs]) * 1e3
     between = np.concatenate([np.diff(times) for run in runs for times in run]) * 1e3
     spans = [max(a + times[-1] for a, times in zip(arrivals, run, strict=True)) for run in runs]
+    percentiles = tuple(np.percentile(between if between.size else [0.0], range(101)).tolist())
     return machine, OnlineResult(
         system="hf_paged",
         kv_cache=llm.engine.config.kv_cache_dtype,
@@ -83,8 +88,9 @@ def measure_online(
         first_mean=float(first.mean()),
         first_p50=float(np.percentile(first, 50)),
         first_p99=float(np.percentile(first, 99)),
-        between_p50=float(np.percentile(between, 50)) if between.size else 0.0,
-        between_p99=float(np.percentile(between, 99)) if between.size else 0.0,
+        between_p50=percentiles[50],
+        between_p99=percentiles[99],
+        between=percentiles,
     )
 
 

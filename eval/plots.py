@@ -1,5 +1,5 @@
-"""Pictures of what the eval commands measured. matplotlib is imported when a picture is drawn, and never its `pyplot`:
-no global state, no window.
+"""Pictures of what the eval and bench commands measured. matplotlib is imported when a picture is drawn, and never its
+`pyplot`: no global state, no window.
 """
 
 from __future__ import annotations
@@ -41,6 +41,52 @@ def plot_perplexity(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     panels[0].set_ylabel("change of perplexity, %")
     handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
+    figure.savefig(file, dpi=_DPI)
+
+
+def plot_throughput(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Tokens per second, one panel per workload and a bar per system, with its roof as a mark; `rows` as in the JSON of
+    the command. A row without a `ceiling` (a figure from elsewhere) has a pale bar.
+    """
+    from matplotlib.figure import Figure
+
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    names = list(dict.fromkeys(f"{row['system']}, {row['kv_cache']}" for row in rows))
+    figure = Figure(figsize=(1.5 + 2.6 * len(workloads), 1.2 + 0.32 * len(names)), layout="constrained")
+    panels = figure.subplots(1, len(workloads), squeeze=False, sharey=True)[0]
+    for panel, workload in zip(panels, workloads, strict=True):
+        for row in rows:
+            if row["workload"] == workload:
+                place, ceiling = names.index(f"{row['system']}, {row['kv_cache']}"), row.get("ceiling")
+                panel.barh(place, row["tokens_per_s"], color="C0" if ceiling else "0.75")
+                number, ink = f"{row['tokens_per_s']:,.0f} ", "white" if ceiling else "black"
+                panel.text(row["tokens_per_s"], place, number, va="center", ha="right", fontsize=7, color=ink)
+                if ceiling:
+                    panel.plot([ceiling, ceiling], [place - 0.4, place + 0.4], color="C3")
+        panel.set_title(workload, fontsize=9)
+        panel.set_xlim(
+            0, 1.25 * max(row.get("ceiling") or row["tokens_per_s"] for row in rows if row["workload"] == workload)
+        )
+        panel.set_xlabel("tokens per second", fontsize=8)
+        panel.tick_params(labelsize=7)
+        panel.locator_params(axis="x", nbins=4)
+    panels[0].set_yticks(range(len(names)), names, fontsize=8)
+    panels[0].invert_yaxis()
+    figure.savefig(file, dpi=_DPI)
+
+
+def plot_online(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Which share of the times between tokens is at most so long; `rows` as in the command's JSON, with `label`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axis = figure.subplots()
+    for row in rows:
+        axis.step(row["between"], range(len(row["between"])), where="post", label=row["label"])
+    axis.set_xscale("log")
+    axis.set_xlabel("time between tokens, ms")
+    axis.set_ylabel("% of tokens")
+    axis.legend(fontsize=8)
     figure.savefig(file, dpi=_DPI)
 
 

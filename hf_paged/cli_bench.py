@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from hf_paged import cli_support as cli
-from hf_paged.cli_eval_support import formats_of
+from hf_paged.cli_eval_support import PlotFile, check_plot, formats_of
 from hf_paged.config import EngineConfig
 from hf_paged.eval.memory import BLOCK_SIZES, dense_waste, paged_waste
 from hf_paged.eval.workload import Workload, make_workload
@@ -91,11 +91,13 @@ def throughput(
     max_model_len: MaxModelLen = EngineConfig.max_model_len,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
+    plot: PlotFile = None,
 ) -> None:
     """Generated tokens per second, prefill included, and time per decode step, beside the least the machine needs.
 
     Formats and workloads run one after the other, each told on stderr when it is done.
     """
+    check_plot(plot)
     formats = formats_of(kv_cache_dtype, default="auto")
     options = cli.engine_options(dict(locals()) | {"kv_cache_dtype": None})
     lengths = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
@@ -120,6 +122,10 @@ def throughput(
         del llm  # its pages make room for the next
     facts = {"model": model, "dtype": str(loaded.dtype), "weight_bits": weight_bits}
     _report(table, machine, works, results, **facts, **weight_sizes(loaded))
+    if plot is not None:  # last: a picture that fails costs no result
+        from hf_paged.eval.plots import plot_throughput
+
+        plot_throughput([result.as_dict() for result in results], plot)
 
 
 def _throughput_row(result: Any) -> tuple[str, ...]:
@@ -184,6 +190,7 @@ def online(
     max_model_len: MaxModelLen = EngineConfig.max_model_len,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
+    plot: PlotFile = None,
 ) -> None:
     """Time to the first token and between tokens of requests that arrive over time (Poisson)."""
     options = cli.engine_options(dict(locals()))
@@ -192,6 +199,7 @@ def online(
 
     if rate is not None:
         cli.checked(check_rate, {"rate": rate})
+    check_plot(plot)
     loaded = _load(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
     machine, result = measure_online(
         loaded, work, rate=math.inf if rate is None else rate, engine_options=options, repeats=repeats
@@ -203,6 +211,10 @@ def online(
         result.system, result.kv_cache, f"{result.tokens_per_s:,.0f}", *(f"{figure:,.2f}" for figure in figures)
     )
     _report(table, machine, [work], [result], model=model, dtype=str(loaded.dtype))
+    if plot is not None:
+        from hf_paged.eval.plots import plot_online
+
+        plot_online([result.as_dict() | {"label": title}], plot)
 
 
 @bench.command()
