@@ -150,7 +150,7 @@ def latency(
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate; times between them count.")] = 128,
     dense: Annotated[bool, typer.Option("--dense", help="Also dense generate.")] = False,
     repeats: Repeats = 5,
-    kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,
+    kv_cache_dtype: KVFormats = None,
     block_size: cli.BlockSize = EngineConfig.block_size,
     num_blocks: NumBlocks = EngineConfig.num_blocks,
     weight_bits: WeightBits = None,
@@ -159,19 +159,26 @@ def latency(
     device: cli.Device = None,
 ) -> None:
     """Time to the first token and between tokens of one prompt."""
-    options = cli.engine_options(dict(locals()))
+    formats = formats_of(kv_cache_dtype, default="auto")
+    options = cli.engine_options(dict(locals()) | {"kv_cache_dtype": None})
     work = cli.checked(make_workload, {"name": "b1", "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
     from hf_paged.eval.latency import measure_latency
 
     loaded = _load(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
-    machine, results = measure_latency(loaded, work, dense=dense, engine_options=options, repeats=repeats)
+    results = []
+    for kv_format in formats:
+        machine, found = measure_latency(
+            loaded, work, dense=dense and kv_format == formats[0], repeats=repeats,
+            engine_options=options | {"kv_cache_dtype": kv_format},
+        )  # fmt: skip
+        results += found
     table = _table(f"{model}, {work}", "first token ms", "least", "p50 ms", "p90 ms", "p99 ms", "least")
     for result in results:
         figures = (
             result.first_token, result.first_ceiling, result.p50, result.p90, result.p99, result.ceiling,
         )  # fmt: skip
         table.add_row(result.system, result.kv_cache, *(f"{figure:.2f}" for figure in figures))
-    _report(table, machine, [work], results, model=model, dtype=str(loaded.dtype))
+    _report(table, machine, [work], results, model=model, dtype=str(loaded.dtype), weight_bits=weight_bits)
 
 
 @bench.command()
@@ -210,7 +217,7 @@ def online(
     table.add_row(
         result.system, result.kv_cache, f"{result.tokens_per_s:,.0f}", *(f"{figure:,.2f}" for figure in figures)
     )
-    _report(table, machine, [work], [result], model=model, dtype=str(loaded.dtype))
+    _report(table, machine, [work], [result], model=model, dtype=str(loaded.dtype), weight_bits=weight_bits)
     if plot is not None:
         from hf_paged.eval.plots import plot_online
 
