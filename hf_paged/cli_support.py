@@ -64,15 +64,30 @@ def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def existing(model: str) -> str:
-    """`model`, unless it is a path to nothing: Transformers would take it for a hub name and say so in its own words.
+    """`model`, once something is there: Transformers would retry for a minute, and not name what it looked for.
 
     Raises:
-        OSError: there is no such folder.
+        OSError: there is no such folder, nor such a model in the hub or its cache.
     """
     hub_name = not model.startswith(("/", ".", "~")) and not model.endswith("/") and model.count("/") <= 1
-    if not Path(model).is_dir() and (Path(model).exists() or not hub_name):
-        raise OSError(f"there is no model folder {model}")
+    if not Path(model).is_dir():
+        if Path(model).exists() or not hub_name:
+            raise OSError(f"there is no model folder {model}")
+        _ask_hub(model)
     return model
+
+
+def _ask_hub(name: str) -> None:
+    from httpx import HTTPError
+    from huggingface_hub import model_info, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        model_info(name, timeout=10)
+    except (HTTPError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise OSError(f"there is no folder {name} here, and the hub gave no such model: {reason}") from error
 
 
 def usable(device: str | None) -> str | None:

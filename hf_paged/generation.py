@@ -95,6 +95,7 @@ def _generate_paged(model: PreTrainedModel, original: Callable[..., Any], call: 
     if cache is not None and options:
         raise ValueError("cache_config was given with a PagedCache, which has its options already")
     config = engine_config(options)
+    _check_inputs(call)
     view = paged_view(model)
     stop_strings = _withdraw(model, call, "stop_strings")
     if stop_strings is not None:
@@ -108,6 +109,13 @@ def _generate_paged(model: PreTrainedModel, original: Callable[..., Any], call: 
     )
     call["custom_generate"] = PagedCall(view=view, cache_config=config, arguments=arguments)
     return original(model, **call)
+
+
+def _check_inputs(call: Mapping[str, Any]) -> None:
+    """Refuse prompts without a column here, since Transformers indexes their last one while it prepares a call."""
+    ids = call.get("input_ids", call.get("inputs"))
+    if isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 0 and call.get("inputs_embeds") is None:
+        raise ValueError(f"input_ids of shape {tuple(ids.shape)} hold no token: a prompt needs at least one")
 
 
 def _with_stop_strings(stop_strings: Any, call: dict[str, Any]) -> StoppingCriteriaList:

@@ -257,8 +257,23 @@ def test_a_path_that_is_no_folder_is_not_asked_for_at_the_hub(tmp_path: Path, mo
     for path in ("model.gguf", "my/models/llama", "llama/"):
         with pytest.raises(OSError, match=f"no model folder {path}"):
             cli_support.existing(path)
-    for name in ("gpt2", "org/llama"):
-        assert cli_support.existing(name) == name
+
+
+def test_a_hub_without_the_model_is_asked_once_and_the_model_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers retries six times without a network, for a minute, and its error names no model."""
+    asked: list[str] = []
+
+    def answer(name: str, **_: Any) -> None:
+        asked.append(name)
+        if "missing" in name:
+            raise OSError("404 Client Error\nmore")
+
+    monkeypatch.setattr("huggingface_hub.model_info", answer)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: file if "kept" in name else None)
+    assert [cli_support.existing(name) for name in ("gpt2", "org/kept")] == ["gpt2", "org/kept"]
+    with pytest.raises(OSError, match=r"no folder org/missing here, and the hub gave no such model: 404 Client Error$"):
+        cli_support.existing("org/missing")
+    assert asked == ["gpt2", "org/missing"]
 
 
 def test_a_single_prompt_streams_the_text_that_json_gives_whole(model_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -264,6 +265,16 @@ def test_an_unfinished_stream_loses_no_output_to_another_call(model: PreTrainedM
     steps = [first, *stream]
     assert steps[-1].finished
     assert tokens(engine.generate(prompts()[1:2], GREEDY, use_tqdm=False)) == tokens(steps[-1:])
+
+
+def test_calls_of_several_threads_each_get_their_own_outputs(model: PreTrainedModel) -> None:
+    """Every output of the engine goes to whoever steps it, so two threads must not step it in turn."""
+    engine = llm(model)
+    alone = tokens(engine.generate(prompts(), GREEDY, use_tqdm=False))
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(engine.generate, prompts(), GREEDY, use_tqdm=False) for _ in range(4)]
+        assert all(tokens(call.result(timeout=60)) == alone for call in calls)
+    engine.engine.scheduler.check_integrity()
 
 
 def test_weights_written_in_place_are_seen_and_old_prefixes_are_not(model: PreTrainedModel) -> None:

@@ -84,6 +84,7 @@ def test_ids_of_a_narrow_dtype_come_back_as_wide_as_from_dense_generate(model: P
         ({"input_ids": ONE.float()}, r"input_ids are torch.float32; allowed"),
         ({"input_ids": ONE.bool()}, r"input_ids are torch.bool; allowed"),
         ({"input_ids": ONE[:0]}, r"\(0, 9\) hold no row"),
+        ({"input_ids": ONE[:, :0]}, r"\(1, 0\) hold no token"),
         ({"input_ids": IDS, "attention_mask": left_padding(2, 8)}, r"\(2, 8\); allowed: \(2, 9\)"),
         ({"input_ids": IDS, "attention_mask": left_padding(1, 9)}, r"\(1, 9\); allowed: \(2, 9\)"),
         ({"input_ids": IDS, "attention_mask": left_padding(9)}, r"\(9,\); allowed: \(2, 9\)"),
