@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +37,11 @@ class _Job:
 class LLM:
     """A model behind a paged, quantized KV cache with continuous batching.
 
+    Calls of several threads are served one after the other.
+
     Args:
         model: a folder or hub name, loaded with `AutoModelForCausalLM` (16-bit, AWQ, GPTQ, FP8, ...), or a loaded
-            model.
+            model, which is put into eval mode.
         tokenizer: a tokenizer, its folder or hub name; None = the model's own folder, or none for a loaded model.
         dtype: of the weights when `model` is a name; "auto" = as stored.
         device: where to load; None = the first CUDA device, else the CPU.
@@ -75,6 +78,7 @@ class LLM:
         self.tokenizer = tokenizer
         self._config = config
         self._ids = itertools.count()
+        self._lock = threading.RLock()  # of the engine; reentrant, since a dropped stream may be closed anywhere
         self._start_engine()
 
     def _start_engine(self) -> None:
@@ -101,10 +105,15 @@ class LLM:
             output with `finish_reason == "error"` and the reason in `error`; the others are not affected.
 
         Raises:
+            RuntimeError: a stream of this LLM is not finished.
             ValueError: a prompt of an unknown kind, or as many params as prompts were not given.
         """
         jobs = self._jobs(prompts, sampling_params)
-        self._refresh()
+        with self._lock:
+            self._refresh()
+            return self._run(jobs, use_tqdm)
+
+    def _run(self, jobs: list[_Job], use_tqdm: bool) -> list[RequestOutput]:
         names = [self._next_id() for _ in jobs]
         done: dict[str, RequestOutput] = {}
         try:
@@ -123,18 +132,29 @@ class LLM:
         return [done[name] for name in names]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt and yield its output so far whenever it grew; the last one is finished."""
+        """Complete one prompt and yield its output so far whenever it grew; the last one is finished.
+
+        Raises:
+            RuntimeError: another stream of this LLM is not finished.
+        """
         (job,) = self._jobs([prompt], sampling_params)
-        self._refresh()
         name = self._next_id()
-        if (failed := self._add(name, job, stream=True)) is not None:
+        with self._lock:
+            self._refresh()
+            failed = self._add(name, job, stream=True)
+        if failed is not None:
             yield failed
             return
         try:
-            while self.engine.has_work:
-                yield from self.engine.step()
+            while True:
+                with self._lock:
+                    outputs = self.engine.step()
+                yield from outputs
+                if outputs and outputs[-1].finished:
+                    return
         finally:
-            self.engine.abort(name)
+            with self._lock:
+                self.engine.abort(name)
 
     def chat(
         self,
