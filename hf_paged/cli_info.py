@@ -55,6 +55,8 @@ def info(
     )
     cli.OUT.print(_layers(found.layers))
     cli.OUT.print(_kv_cache(found))
+    for name, reason in found.refused.items():
+        cli.OUT.print(f"{name}: {reason}", markup=False, highlight=False)
     cli.OUT.print(str(found.fusion), markup=False, highlight=False)
 
 

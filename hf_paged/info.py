@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_paged.config import KV_FORMATS, EngineConfig
 from hf_paged.engine import resolve_max_model_len
 from hf_paged.fusion import FusionReport, fuse, not_fused
-from hf_paged.kv_cache import KVCache
+from hf_paged.kv_cache import KVCache, layer_formats
 from hf_paged.kv_calibration import FORMATS, calibrate
 from hf_paged.kv_protection import plan_layers
 from hf_paged.kv_scales import KVScales, load_kv_scales
@@ -74,6 +74,7 @@ class ModelInfo:
     memory: str
     kv_bytes: int
     kv_cache: list[KVCost]
+    refused: dict[str, str]  # formats that this model's layers or this machine rule out, and why
     fusion: FusionReport
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,11 +101,13 @@ def model_info(
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     weight_bytes = checkpoint_bytes(Path(path)) or sum(p.numel() * p.element_size() for p in model.parameters())
-    specs = PackedModel(build_view(model)).specs
+    packed = PackedModel(build_view(model))
+    specs = packed.specs
     memory, kv_bytes = kv_memory(weight_bytes)
-    scales = None if kv_scales is None else load_kv_scales(kv_scales, specs)
+    scales = None if kv_scales is None else load_kv_scales(kv_scales, packed)
     if scales is None and (protection or (protection is None and torch.cuda.is_available() and kv_bytes)):
         scales = calibrate(PackedModel(build_view(_loaded(path))), FORMATS, FORMATS)
+    refused = {name: reason for name in KV_FORMATS if (reason := _refusal(specs, name)) is not None}
     return ModelInfo(
         model=path,
         architecture=type(model).__name__,
@@ -115,7 +118,8 @@ def model_info(
         layers=layer_kinds(specs),
         memory=memory,
         kv_bytes=kv_bytes,
-        kv_cache=[_kv_cost(specs, name, kv_bytes, scales) for name in KV_FORMATS],
+        kv_cache=[_kv_cost(specs, name, kv_bytes, scales) for name in KV_FORMATS if name not in refused],
+        refused=refused,
         fusion=_fusion(path, kv_bytes, wanted=fusion),
     )
 
@@ -173,6 +177,15 @@ def _loaded(path: str) -> PreTrainedModel:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto", device_map=device)
     return model.eval()
+
+
+def _refusal(specs: Sequence[LayerSpec], kv_cache_dtype: str) -> str | None:
+    """Why these layers cannot be stored so, such as a head_dim that int4 cannot pack; None: they can."""
+    try:
+        layer_formats(specs, kv_cache_dtype)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _kv_cost(specs: Sequence[LayerSpec], kv_cache_dtype: str, kv_bytes: int, scales: KVScales | None) -> KVCost:

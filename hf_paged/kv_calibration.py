@@ -61,7 +61,8 @@ def calibrate(
     watch = _Watch(k_formats, v_formats)
     positions = torch.arange(len(token_ids), device=model.device)
     model(token_ids, positions, watch, positions[-1:])
-    return KVScales(layers={i: watch.layers[i] for i in sorted(watch.layers)}, source=source)
+    layers = {i: watch.layers[i] for i in sorted(watch.layers)}
+    return KVScales(layers=layers, source=source, probed=model.probed.float().cpu())
 
 
 def calibration_tokens(model: PackedModel, token_ids: Sequence[int] | None = None) -> Tensor:

@@ -56,7 +56,7 @@ def resolve_quality(model: PreTrainedModel, packed: PackedModel, config: EngineC
     if config.kv_scales == "auto":
         scales = CALIBRATIONS.get(model, packed, FORMATS, FORMATS)
     else:
-        scales = load_kv_scales(config.kv_scales, packed.specs)
+        scales = load_kv_scales(config.kv_scales, packed)
     mix = scales.mix
     if mix is None or mix.perplexity_budget != config.kv_perplexity_budget or mix.skip_layers != config.skip_layers:
         mix = find_mix(packed, scales, calibration_tokens(packed), config)

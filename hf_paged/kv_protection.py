@@ -108,7 +108,7 @@ def scales_of(model: PreTrainedModel, packed: PackedModel, config: EngineConfig)
 
 def _from_file(packed: PackedModel, config: EngineConfig) -> KVScales:
     """The scales of a file, which must hold those that the config asks for: it would serve without, and not say so."""
-    scales = load_kv_scales(config.kv_scales, packed.specs)
+    scales = load_kv_scales(config.kv_scales, packed)
     asked = zip("KV", parse_kv_cache_dtype(config.kv_cache_dtype), (scales.k_formats, scales.v_formats), strict=True)
     for side, name, held in asked:
         if name != "auto" and name not in held:

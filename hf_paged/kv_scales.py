@@ -2,7 +2,8 @@
 
 For each layer, side (K or V) and format: how values are smoothed before they are quantized (`kernels/kv_transform.py`)
 and what is lost then. The file is safetensors: `layers.N.k.int8.offset`, `.factor` and so on, all fp32, absent where
-they are 0 and 1; everything else is JSON in its metadata. It holds no weights and no text.
+they are 0 and 1, and `probed`, by which it knows its model again; everything else is JSON in its metadata. It holds no
+weights and no text.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -23,11 +24,17 @@ from torch import Tensor
 from hf_paged.config import KV_FORMATS, EngineConfig
 from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.layer_probe import LayerSpec
+from hf_paged.packed_model import PackedModel
 
 # An error of the output counts twice if it comes from the keys: it moves attention to other tokens, where an error of
 # values averages out. Perplexity was seen to rise 2 to 5 times as much for like mean squares (docs/smoothing.md).
 KEY_WEIGHT = 2.0
-_VERSION = "hf_paged.kv_scales.1"
+_VERSION = "hf_paged.kv_scales.2"
+# Of `KVScales.probed`, relative: bf16 moves it by 0.3%, weights rounded to 4 bits by 8% and to 3 bits by 20%; from one
+# model to another it differs by 100% and more.
+_SAME_MODEL = 0.5
+_PROBED = "probed"
+_TINY = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,6 +84,7 @@ class KVScales:
 
     layers: Mapping[int, LayerScales]
     source: str  # the tokens that the model was run on, in words
+    probed: Tensor  # [n] fp32 on the CPU: `PackedModel.probed` of the model
     mix: KVMix | None = None  # what `kv_cache_dtype="auto-quality"` means for this model, once it was measured
 
     @property
@@ -137,6 +145,7 @@ def save_kv_scales(scales: KVScales, path: str | os.PathLike[str]) -> None:
                 for part, tensor in (("offset", found.offset), ("factor", found.factor)):
                     if tensor is not None:
                         tensors[f"layers.{index}.{side}.{name}.{part}"] = tensor.contiguous()
+    tensors[_PROBED] = scales.probed
     metadata = {"format": _VERSION, "source": scales.source, "errors": json.dumps(errors)}
     if scales.mix is not None:
         metadata["mix"] = json.dumps(vars(scales.mix))
@@ -150,13 +159,14 @@ def save_kv_scales(scales: KVScales, path: str | os.PathLike[str]) -> None:
         raise OSError(f"cannot write {path}: {error}") from error
 
 
-def load_kv_scales(path: str | os.PathLike[str], specs: Sequence[LayerSpec]) -> KVScales:
-    """Read what `save_kv_scales` wrote for a model with the attention layers `specs`.
+def load_kv_scales(path: str | os.PathLike[str], model: PackedModel) -> KVScales:
+    """Read what `save_kv_scales` wrote for `model`; one on the meta device is known by its shapes alone.
 
     Raises:
         OSError: there is no such file.
         ValueError: it is no such file, or belongs to another model.
     """
+    specs = model.specs
     if not os.path.isfile(path):
         raise OSError(f"there is no file {path}; `hf-paged calibrate MODEL -o FILE` writes one")
     try:
@@ -177,6 +187,7 @@ def load_kv_scales(path: str | os.PathLike[str], specs: Sequence[LayerSpec]) -> 
         raise ValueError(f"{path}: its metadata is damaged, calibrate again: {error!r}") from error
     if set(errors) != {spec.layer_idx for spec in specs}:
         raise ValueError(f"{path} is of a model with {len(errors)} attention layers; this one has {len(specs)}")
+    probed = tensors.pop(_PROBED, None)
     layers = {
         spec.layer_idx: LayerScales(
             keys=_sides(path, tensors, f"layers.{spec.layer_idx}.k", entry["k"], (spec.kv_heads, spec.head_dim)),
@@ -194,7 +205,23 @@ def load_kv_scales(path: str | os.PathLike[str], specs: Sequence[LayerSpec]) -> 
     )
     if used != len(tensors):
         raise ValueError(f"{path} holds {len(tensors)} tensors, and its metadata speaks of {used}; calibrate again")
-    return KVScales(layers=layers, source=source, mix=mix)
+    return KVScales(layers=layers, source=source, probed=_checked_probe(path, probed, model.probed), mix=mix)
+
+
+def _checked_probe(path: str | os.PathLike[str], probed: Tensor | None, expected: Tensor) -> Tensor:
+    """Raise ValueError for scales of another model of the same shape: smoothing by them is exact, and useless."""
+    if probed is None:
+        raise ValueError(f"{path} does not say which model it is of; calibrate again")
+    _check_scale(path, _PROBED, probed, tuple(expected.shape))
+    if not expected.is_meta:
+        found = expected.float().cpu()
+        difference = float((probed - found).norm() / found.norm().clamp(min=_TINY))
+        if difference > _SAME_MODEL:
+            raise ValueError(
+                f"{path} is of another model of this shape: keys and values of one token differ by {difference:.0%}, "
+                f"allowed: {_SAME_MODEL:.0%}; calibrate again"
+            )
+    return probed
 
 
 def _mix(fields: Mapping[str, Any]) -> KVMix:

@@ -41,8 +41,11 @@ class LayerProbe:
 
     def __init__(self) -> None:
         self.specs: dict[int, LayerSpec] = {}
+        self.first: Tensor | None = None  # [n], the first layer's keys and values of the probe's token
 
     def attend(self, call: AttentionCall) -> Tensor:
+        if call.layer_idx in self.specs:
+            raise ValueError(f"{call.layer_name} attends more than once; pages hold the keys and values of one attention")
         batch, num_heads, q_len, head_dim = call.query.shape
         self.specs[call.layer_idx] = LayerSpec(
             layer_idx=call.layer_idx,
@@ -57,6 +60,8 @@ class LayerProbe:
             dtype=call.key.dtype,
             device=call.key.device,
         )
+        if self.first is None:
+            self.first = torch.cat([x[0, :, 0].flatten() for x in (call.key, call.value)])
         return call.value.new_zeros(batch, q_len, num_heads, call.value.shape[-1])
 
 
@@ -65,14 +70,16 @@ def check_supported(model: PreTrainedModel) -> None:
 
     Raises:
         ValueError: encoder-decoder models, recurrent or convolutional state, attention that is not causal or not
-            described by a sliding window; the message names what was found.
+            described by a sliding window; the message names the model and what was found.
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder model; paged generation serves decoder-only models")
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _PAGED_LAYER_TYPES)
-    if other or getattr(model, "_is_stateful", False):
-        raise ValueError(f"{name} has layers of type {other or 'recurrent'}: their state is not keys and values")
+    if other:
+        raise ValueError(f"{name} has layers of type {other}; paged are {', '.join(sorted(_PAGED_LAYER_TYPES))}")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"{name} is recurrent: its state is not keys and values")
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(f"{name} attends in both directions (use_bidirectional_attention)")

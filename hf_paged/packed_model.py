@@ -50,7 +50,10 @@ class PackedModel:
         self.device: torch.device = embeddings.weight.device
         self.vocab_size = int(view.config.get_text_config(decoder=True).vocab_size)
         self._through_cache = False
-        self.specs = self._probe()
+        probe = self._probe()
+        self.specs: tuple[LayerSpec, ...] = tuple(probe.specs[i] for i in sorted(probe.specs))
+        assert probe.first is not None
+        self.probed: Tensor = probe.first  # [n], one token's keys and values in the first layer: tells models apart
 
     @property
     def takes_keywords(self) -> bool:
@@ -82,14 +85,15 @@ class PackedModel:
         return logits
 
     @torch.no_grad()
-    def _probe(self) -> tuple[LayerSpec, ...]:
-        token = torch.zeros(1, dtype=torch.long, device=self.device)
+    def _probe(self) -> LayerProbe:
+        token = torch.full((1,), self.vocab_size // 2, device=self.device)  # 0 may be padding, a row of zeros
+        position = torch.zeros_like(token)
         expected = self.view.config.get_text_config(decoder=True).num_hidden_layers
         for self._through_cache in (False, True):
             probe = LayerProbe()
-            self(token, token, probe)
+            self(token, position, probe)
             if len(probe.specs) == expected:
-                return tuple(probe.specs[i] for i in sorted(probe.specs))
+                return probe
         if "forward" in vars(self.view):
             raise ValueError(
                 f"{type(self.view).__name__}.forward was replaced on this model, and what replaced it runs the model "

@@ -320,6 +320,18 @@ def test_info_states_the_bytes_that_each_kv_format_costs(model_path: Path) -> No
     assert "Llama" in run("info", model_path).stdout
 
 
+def test_info_of_a_head_size_that_int4_cannot_pack_says_so(tmp_path: Path) -> None:
+    """It ended in an error, and told nothing of the formats that work."""
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=60, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=130, pad_token_id=0)
+    ).save_pretrained(tmp_path)  # fmt: skip
+    info = json.loads(run("info", str(tmp_path), "--json").stdout)
+    assert [cost["kv_cache_dtype"] for cost in info["kv_cache"]] == ["auto", "fp8", "int8"]
+    assert "head_dim 130" in info["refused"]["int4"]
+    assert "int4: int4 keys and values of head_dim 130" in run("info", str(tmp_path)).stdout.replace("\n", " ")
+
+
 def test_info_says_what_is_fused_or_why_nothing_is(model_path: Path) -> None:
     assert "--fusion" in json.loads(run("info", model_path, "--json").stdout)["fusion"]["off"]
     report = json.loads(run("info", model_path, "--json", "--fusion").stdout)["fusion"]

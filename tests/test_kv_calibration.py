@@ -140,7 +140,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     model = packed(tiny_model("qwen2"))
     scales = calibrate(model, list(FORMATS), list(FORMATS))
     save_kv_scales(scales, tmp_path / "kv.safetensors")
-    loaded = load_kv_scales(tmp_path / "kv.safetensors", model.specs)
+    loaded = load_kv_scales(tmp_path / "kv.safetensors", model)
     assert loaded.source == scales.source and loaded.mix is None
     for index, layer in scales.layers.items():
         for side, again in ((layer.keys, loaded.layers[index].keys), (layer.values, loaded.layers[index].values)):
@@ -159,12 +159,21 @@ def test_the_file_of_another_model_and_no_file_are_refused(tmp_path: Path) -> No
         LLM(tiny_model("qwen3"), kv_cache_dtype="int8", kv_scales=str(file), num_blocks=8)
     with pytest.raises(ValueError, match="3 attention layers; this one has 4"):
         LLM(tiny_model("gemma3_text"), kv_cache_dtype="int8", kv_scales=str(file), num_blocks=8)
+    with pytest.raises(ValueError, match=r"kv\.safetensors is of another model of this shape.* differ by 1\d\d%"):
+        LLM(tiny_model("llama", seed=1), kv_cache_dtype="int8", kv_scales=str(file), num_blocks=8)
     other = tmp_path / "text.txt"
     other.write_text("no safetensors, but long enough to be some")
     with pytest.raises(ValueError, match=r"text\.txt is no file of hf-paged calibrate"):
         LLM(tiny_model("llama"), kv_cache_dtype="int8", kv_scales=str(other), num_blocks=8)
     with pytest.raises(OSError, match="calibrate"):
         LLM(tiny_model("llama"), kv_cache_dtype="int8", kv_scales=str(tmp_path / "none"), num_blocks=8)
+
+
+def test_a_file_serves_its_model_in_another_dtype(tmp_path: Path) -> None:
+    """What a model is known by must survive rounding: calibrated in fp32, served in bf16."""
+    file = tmp_path / "kv.safetensors"
+    save_kv_scales(calibrate(packed(tiny_model("llama")), ["int8"], ["int8"]), file)
+    LLM(tiny_model("llama").bfloat16(), kv_cache_dtype="int8", kv_scales=str(file), num_blocks=8)
 
 
 @pytest.mark.parametrize(

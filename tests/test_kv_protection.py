@@ -47,7 +47,7 @@ def scales_with(bad: dict[int, dict[str, float]], num_layers: int = 8) -> KVScal
             keys={name: SideScales(offset=None, factor=None, error=error) for name, error in keys.items()},
             values={name: SideScales(offset=None, factor=None, error=error) for name, error in ERRORS.items()},
         )
-    return KVScales(layers=layers, source="a test")
+    return KVScales(layers=layers, source="a test", probed=torch.zeros(1))
 
 
 def plan(scales: KVScales | None, **options: object) -> KVPlan:

@@ -80,10 +80,14 @@ def _errors(value: object) -> Damage:
     return damage
 
 
+def _no_probe(tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    del tensors["probed"]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
-        _nan, _zero_factor, _half, _unknown_tensor, _far_layer,
+        _no_probe, _nan, _zero_factor, _half, _unknown_tensor, _far_layer,
         _set("errors", "{"), _set("errors", []),
         _set("mix", "{}"), _set("mix", {**vars(MIX), "kv_cache_dtype": "int3"}),
         _set("mix", {**vars(MIX), "error_budget": "x"}), _set("mix", {**vars(MIX), "more": 1}),
@@ -96,7 +100,7 @@ def test_damage_of_any_kind_is_told_with_the_files_name(packed: PackedModel, pat
     damage(tensors, metadata)
     save_file(tensors, path, metadata)
     with pytest.raises(ValueError, match=r"kv\.safetensors"):
-        load_kv_scales(path, packed.specs)
+        load_kv_scales(path, packed)
 
 
 def test_metadata_without_a_key_is_told(packed: PackedModel, path: Path) -> None:
@@ -105,17 +109,17 @@ def test_metadata_without_a_key_is_told(packed: PackedModel, path: Path) -> None
     for key in ("errors", "source"):
         save_file(tensors, path, {name: value for name, value in metadata.items() if name != key})
         with pytest.raises(ValueError, match=key):
-            load_kv_scales(path, packed.specs)
+            load_kv_scales(path, packed)
 
 
 def test_a_file_cut_short_is_told(packed: PackedModel, path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"kv\.safetensors"):
-        load_kv_scales(path, packed.specs)
+        load_kv_scales(path, packed)
 
 
 def test_a_format_that_the_file_does_not_hold_is_not_served_unsmoothed(packed: PackedModel, path: Path) -> None:
-    scales = load_kv_scales(path, packed.specs)
+    scales = load_kv_scales(path, packed)
     layers = {
         index: LayerScales(keys={"int8": layer.keys["int8"]}, values={"int8": layer.values["int8"]})
         for index, layer in scales.layers.items()
@@ -127,7 +131,7 @@ def test_a_format_that_the_file_does_not_hold_is_not_served_unsmoothed(packed: P
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(packed: PackedModel, path: Path) -> None:
-    scales, before = load_kv_scales(path, packed.specs), path.read_bytes()
+    scales, before = load_kv_scales(path, packed), path.read_bytes()
     (path.parent / "kv.safetensors.unfinished").mkdir()  # stands for a disk that is full
     with pytest.raises(OSError, match="cannot write"):
         save_kv_scales(scales, path)
