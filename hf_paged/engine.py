@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_paged.config import EngineConfig, KVGroup, refuse
+from hf_paged.fused_linear import ReorderedWeights
 from hf_paged.fusion import fuse, not_fused
 from hf_paged.kernels.rng import derive_seed
 from hf_paged.kv_cache import KVCache
@@ -93,6 +94,7 @@ class Engine:
         formats = self.kv_plan.formats
         self.fusion = not_fused("fuse=False") if config.fuse is False else fuse(packed.view)
         logger.info("fusion: %s", self.fusion)
+        self.reordered = ReorderedWeights(packed.view)
         self.max_model_len = resolve_max_model_len(config, model)
         empty = KVCache(specs, formats, num_blocks=0, block_size=config.block_size)
         if config.num_blocks is None and pool_tokens is not None:
@@ -202,6 +204,11 @@ class Engine:
             for request in failed:
                 self._fail(request, error)
             return self.outputs.collect(failed)
+
+    def follow_weights(self) -> None:
+        """Take note of weights that were written in place: copies of them are renewed, cached prefixes forgotten."""
+        if self.reordered.refresh():
+            self.scheduler.reset_prefix_cache()
 
     def take_failure(self) -> Exception | None:
         """Why the latest request failed, once: who raises it gives it frames, which an engine must not keep alive."""

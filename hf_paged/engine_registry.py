@@ -111,6 +111,7 @@ def _prepare(slot: _Slot, model: PreTrainedModel, config: EngineConfig, size: _S
         slot.size = wanted  # only now: a size that could not be had must not be asked for again
         slot.structure, slot.config = ModelFingerprint(model).structure, config  # taken late: fusion moves weights
     slot.engine.scheduler.reset_prefix_cache()
+    slot.engine.follow_weights()
 
 
 def _rounded_length(model: PreTrainedModel, max_length: int) -> int:

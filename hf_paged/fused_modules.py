@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hf_paged.attention import CONTEXT_KEYWORD
 from hf_paged.joined_linear import Projections
-from hf_paged.kernels.fused_ops import add_rms_norm, gated_activation, linear, rms_norm
+from hf_paged.kernels.fused_ops import add_rms_norm, gated_activation, rms_norm
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
 
 
@@ -78,17 +78,6 @@ class FusedNorm:
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.norm)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class FusedLinear:
-    """The forward of an `nn.Linear`; it holds the parameters, not the module, which would keep itself alive."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

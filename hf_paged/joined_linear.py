@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_paged.kernels.fused_ops import linear
+from hf_paged.fused_linear import FusedLinear
 from hf_paged.quant.joined_packed import JoinedPackedLinear
 from hf_paged.quant.joined_packed import obstacle as packed_obstacle
 from hf_paged.quant.linear import PackedLinear
@@ -30,12 +30,12 @@ class JoinedLinear:
 
     def __init__(self, linears: Sequence[nn.Linear], beside: Tensor | None = None) -> None:
         self._sizes = [linear.out_features for linear in linears]
-        self._weight = join_parameters([linear.weight for linear in linears], beside)
+        weight = join_parameters([linear.weight for linear in linears], beside)
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        self._bias = join_parameters(biases) if biases else None
+        self.product = FusedLinear(weight=weight, bias=join_parameters(biases) if biases else None)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        return linear(x, self._weight, self._bias).split_with_sizes(self._sizes, -1)
+        return self.product(x).split_with_sizes(self._sizes, -1)
 
 
 class SeparateLinears:

@@ -246,6 +246,7 @@ class LLM:
         elif now.versions != self._fingerprint.versions:
             self.engine.scheduler.reset_prefix_cache()
             self._fingerprint = now
+        self.engine.follow_weights()
 
     def _next_id(self) -> str:
         return f"llm-{next(self._ids)}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_paged.kernels import reference_fused
+from hf_paged.kernels import cpu_linear, reference_fused
 from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.kernels.layout import LayerKV
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
@@ -19,8 +19,15 @@ from hf_paged.kernels.reference_fused import RMSNorm, Rope
 _FEW_ROWS = 16  # at most so many rows are bound by reading the weight: there our kernel is 5 to 20% faster than cuBLAS
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x` `[..., K]` times `weight` `[N, K]` transposed, plus `bias` `[N]`."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, reordered: cpu_linear.ReorderedWeight | None = None
+) -> Tensor:
+    """`x` `[..., K]` times `weight` `[N, K]` transposed, plus `bias` `[N]`.
+
+    `reordered` is a copy of `weight` on a CPU.
+    """
+    if x.device.type == "cpu":
+        return cpu_linear.cpu_linear(x, weight, bias, reordered)
     few = 0 < x.numel() <= _FEW_ROWS * x.shape[-1]
     contiguous = x.stride(-1) == weight.stride(-1) == 1  # channels, as the kernel reads them
     if not (few and contiguous and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)):

@@ -33,6 +33,8 @@ from hf_paged.kernels.layout import (
 T = TypeVar("T")
 
 SCRATCH_ELEMENTS = 1 << 24  # attention scores held at once by a prefill chunk: 64 MB in fp32
+_GROUP_ROWS = 4  # decode rows that are at least worth a gather and an attention of their own
+_SIMILAR = 0.75  # a row shorter than this share of its group's longest starts another group
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -224,7 +226,7 @@ def paged_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class _DecodeKeys:
-    """The keys that a step's single queries see: the same in all layers of one window."""
+    """The keys that some single queries of a step see: the same in all layers of one window."""
 
     table: Tensor  # [B, blocks] int64, 0 where a block holds no visible key
     length: int  # keys per row, from the first block of `table` on
@@ -233,11 +235,11 @@ class _DecodeKeys:
     empty: Tensor  # [n] int64, rows that see no key
 
 
-def _decode_keys(meta: AttentionMetadata, block_size: int, window: int | None) -> _DecodeKeys:
-    seq_lens = meta.seq_lens[: meta.num_decodes].long()
+def _decode_keys(seq_lens: Tensor, tables: Tensor, block_size: int, window: int | None) -> _DecodeKeys:
+    """Of `seq_lens` `[B]` int64 and `tables` `[B, blocks]`."""
     shortest, longest = int(seq_lens.min()), int(seq_lens.max())
     first = max(shortest - window, 0) // block_size if window else 0
-    table = meta.block_tables[: meta.num_decodes, first : -(-longest // block_size)].long()
+    table = tables[:, first : -(-longest // block_size)].long()
     length = longest - first * block_size
     none = seq_lens.new_empty(0)
     if shortest == longest and (not window or longest <= window):
@@ -256,6 +258,31 @@ def _decode_keys(meta: AttentionMetadata, block_size: int, window: int | None) -
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _DecodeGroups:
+    """The single queries of a step in groups of similar length: each is gathered and computed at its own longest."""
+
+    order: Tensor  # [B] int64, rows from long to short
+    place: Tensor  # [B] int64, where each row is in `order`
+    groups: tuple[tuple[slice, _DecodeKeys], ...]  # of `order`
+
+
+def _decode_groups(meta: AttentionMetadata, block_size: int, window: int | None) -> _DecodeGroups:
+    seq_lens, order = meta.seq_lens[: meta.num_decodes].long().sort(descending=True)
+    tables = meta.block_tables[order]
+    lengths = seq_lens.tolist()
+    starts = [0]
+    for i, length in enumerate(lengths):
+        if i - starts[-1] >= _GROUP_ROWS and length < _SIMILAR * lengths[starts[-1]]:
+            starts.append(i)
+    slices = [slice(*ends) for ends in zip(starts, [*starts[1:], len(lengths)], strict=True)]
+    return _DecodeGroups(
+        order=order,
+        place=order.argsort(),
+        groups=tuple((rows, _decode_keys(seq_lens[rows], tables[rows], block_size, window)) for rows in slices),
+    )
+
+
 def _decode(
     q: Tensor,
     layer: LayerKV,
@@ -266,8 +293,17 @@ def _decode(
     sinks: Tensor | None,
 ) -> Tensor:
     """One query per sequence: `q` `[B, kv_heads, group, head_dim]` -> `[B, heads, v_head_dim]`."""
-    which = ("decode keys", layer.block_size, window)
-    keys = once(meta.derived, which, lambda: _decode_keys(meta, layer.block_size, window))
+    which = ("decode groups", layer.block_size, window)
+    plan = once(meta.derived, which, lambda: _decode_groups(meta, layer.block_size, window))
+    q = q[plan.order]
+    out = [_decode_group(q[rows], layer, keys, scale, softcap, sinks) for rows, keys in plan.groups]
+    return torch.cat(out)[plan.place]
+
+
+def _decode_group(
+    q: Tensor, layer: LayerKV, keys: _DecodeKeys, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """The queries of one group, as `_decode`."""
     if keys.table.shape[1] == 0:
         return q.new_zeros(q.shape[0], q.shape[1] * q.shape[2], layer.v.head_dim)
     k, v = _gather_layer(layer, keys.table, q.dtype, blank=keys.unused)

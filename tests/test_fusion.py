@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from model_zoo import FAMILIES, prompts, tiny_model
@@ -17,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from hf_paged import LLM, SamplingParams
 from hf_paged.fusion import FusionReport, fuse
+from hf_paged.kernels.cpu_linear import can_reorder
 from hf_paged.kernels.layout import AttentionMetadata
 from hf_paged.kv_cache import KVCache, layer_formats
 from hf_paged.model_runner import StepContext
@@ -25,6 +27,9 @@ from hf_paged.packed_model import PackedModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 BLOCK_SIZE = 16
+needs_onednn = pytest.mark.skipif(
+    not can_reorder(torch.zeros(32, 64, dtype=torch.bfloat16)), reason="oneDNN has no bf16 products here"
+)
 # Families whose layers keep a component: no RMSNorm, no gated MLP, a scaled residual, a norm across heads.
 KEEPS_LAYERS = ("gpt_neox", "gpt2", "granite", "cohere", "starcoder2", "stablelm")
 KEEPS_MLP = ("gpt_neox", "gpt2", "mixtral", "gpt_oss", "starcoder2")
@@ -169,6 +174,39 @@ def test_weights_written_in_place_are_seen() -> None:
     fresh = LLM(model, num_blocks=50, block_size=16, fuse=False)
     assert after == fresh.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     assert after != before
+
+
+@needs_onednn
+def test_reordered_copies_are_made_once_and_follow_writes_that_no_version_tells() -> None:
+    """Tokens of old weights would be wrong without an error; a copy of a joined weight's parts would never be read."""
+    model = tiny_model("llama").bfloat16()
+    prompt = [[5, 6, 7, 8]]
+
+    def tokens(llm: LLM) -> list[int]:
+        return llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    llm = LLM(model, num_blocks=50, block_size=16)
+    engine, before = llm.engine, tokens(llm)
+    assert len(engine.reordered) == 3 * len(("qkv", "o", "gate and up", "down")) + len(("output",))
+    for name in ("self_attn.k_proj", "mlp.down_proj"):
+        model.get_parameter(f"model.layers.1.{name}.weight").data.neg_()
+        after = tokens(llm)
+        assert llm.engine is engine
+        assert after == tokens(LLM(model, num_blocks=50, block_size=16)) != before
+        before = after
+
+
+@needs_onednn
+def test_weights_whose_copies_do_not_fit_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama").bfloat16()
+    memory = psutil.virtual_memory()
+    with caplog.at_level("INFO", "hf_paged"):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=100_000))
+        llm = LLM(model, num_blocks=50, block_size=16)
+    assert not len(llm.engine.reordered) and "not reordered" in caplog.text
+    assert llm.generate([[5, 6, 7, 8]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
 def test_a_moved_model_is_fused_again() -> None:

@@ -1,0 +1,113 @@
+"""bf16 products on a CPU, in the order of oneDNN and in fp32, against `torch.nn.functional.linear` in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_paged.kernels import cpu_linear
+from hf_paged.kernels.cpu_linear import MANY_ROWS, ReorderedWeight, can_reorder, widened_linear
+
+needs_onednn = pytest.mark.skipif(
+    not can_reorder(torch.zeros(32, 64, dtype=torch.bfloat16)), reason="oneDNN has no bf16 products here"
+)
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def reordered(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return ReorderedWeight(weight).linear(x, bias)
+
+
+def assert_rounded_once(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Products of 16-bit numbers are exact in fp32; k sums of them stray by k rounding steps at most, then one of 16
+    bits.
+    """
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    magnitude = torch.nn.functional.linear(x.double().abs(), weight.double().abs()) + 1
+    actual = product(x, weight, bias)
+    assert actual.shape == exact.shape and actual.dtype == x.dtype
+    step = torch.finfo(x.dtype).eps
+    tolerance = step / 2 * exact.abs() * (1 + step) + weight.shape[1] * 2.0**-24 * magnitude
+    assert ((actual.double() - exact).abs() <= tolerance).all()
+
+
+@pytest.mark.parametrize("product", [pytest.param(reordered, marks=needs_onednn), widened_linear])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("shape", "n"), [((1, 1, 576), 960), ((1, 16, 300), 50), ((7, 260), 33), ((2, 99, 64), 96)])
+def test_any_shape_is_the_linear_rounded_once(product: Product, shape: tuple[int, ...], n: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(*shape, generator=generator).bfloat16()
+    weight = torch.randn(n, shape[-1], generator=generator).bfloat16()
+    added = torch.randn(n, generator=generator).bfloat16() if bias else None
+    assert_rounded_once(product, x, weight, added)
+
+
+def test_a_weight_is_widened_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole weight of a 7B model is 180 MB in fp32; the last piece is shorter than the others."""
+    monkeypatch.setattr(cpu_linear, "_PIECE", 64 * 7)
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*s, generator=generator).bfloat16() for s in ((9, 64), (33, 64), (33,)))
+    assert_rounded_once(widened_linear, x, weight, bias)
+
+
+def test_torch_still_takes_weights_in_the_order_of_onednn() -> None:
+    """The operators are torch's own, not its public API: when they go, steps would silently slow down by a third."""
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        pytest.skip("this CPU has no bf16 instructions that oneDNN uses")
+    assert can_reorder(torch.zeros(32, 64, dtype=torch.bfloat16))
+    copy = ReorderedWeight(torch.eye(64, dtype=torch.bfloat16))
+    assert copy._copy.is_mkldnn and copy._copy.dtype == torch.bfloat16
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(copy.linear(x, None), x)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.zeros(32, 64),
+        torch.zeros(32, 64, dtype=torch.float16),
+        torch.zeros(64, 32, dtype=torch.bfloat16).t(),
+        torch.zeros(32, 66, dtype=torch.bfloat16),
+        torch.zeros(32 * 64 + 1, dtype=torch.bfloat16)[1:].view(32, 64),
+    ],
+    ids=["fp32", "fp16", "transposed", "odd words", "between words"],
+)
+def test_weights_that_gain_nothing_or_have_no_sums_stay_as_they_are(weight: Tensor) -> None:
+    assert not can_reorder(weight)
+
+
+@needs_onednn
+def test_a_copy_follows_every_write_in_place() -> None:
+    """Versions do not tell a write through `.data`; one sum over a weight would not tell rows that changed places."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(48, 64, generator=generator).bfloat16())
+    x = torch.randn(5, 64, generator=generator).bfloat16()
+    copy = ReorderedWeight(weight)
+    assert not copy.refresh()
+
+    def swap_rows(values: Tensor) -> None:
+        values[[3, 40]] = values[[40, 3]]
+
+    for write in (Tensor.neg_, swap_rows, lambda values: values[7, 9:10].add_(1)):
+        write(weight.data)
+        assert copy.refresh() and not copy.refresh()
+        assert torch.equal(copy.linear(x, None), ReorderedWeight(weight.detach().clone()).linear(x, None))
+
+
+@needs_onednn
+@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("rows", [MANY_ROWS - 1, MANY_ROWS])
+def test_the_number_of_rows_picks_the_product(rows: int, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_linear, "widening_pays", lambda: pays)
+    x, weight = torch.ones(1, rows, 64, dtype=torch.bfloat16), torch.ones(32, 64, dtype=torch.bfloat16)
+    taken: list[str] = []
+    monkeypatch.setattr(cpu_linear, "widened_linear", lambda *args: taken.append("widened"))
+    monkeypatch.setattr(ReorderedWeight, "linear", lambda *args: taken.append("reordered"))
+    cpu_linear.cpu_linear(x, weight, None, ReorderedWeight(weight))
+    assert taken == ["widened" if pays and rows == MANY_ROWS else "reordered"]
+    del taken[:]
+    assert cpu_linear.cpu_linear(x.float(), weight.float(), None).dtype == torch.float32 and not taken
