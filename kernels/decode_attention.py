@@ -315,8 +315,8 @@ def decode_attention(
             config.programs,
             **shape,
             ROWS=max(16, triton.next_power_of_2(group)),
-            K_BLOCK=triton.next_power_of_2(layer.k.head_dim),
-            V_BLOCK=triton.next_power_of_2(layer.v.head_dim),
+            K_BLOCK=channel_block(layer.k.head_dim),
+            V_BLOCK=channel_block(layer.v.head_dim),
             K_SCALED=not isinstance(layer.k, PlainPages),
             V_SCALED=not isinstance(layer.v, PlainPages),
             K_INT4=isinstance(layer.k, GroupPages),
@@ -392,6 +392,11 @@ def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int
         config = DecodeConfig(tile=tile, in_registers=True, max_registers=registers, overlap=overlap)
     most = -(-num_seqs * kv_heads * -(-max_seq_len // config.tile) // config.least)
     return replace(config, programs=max(1, min(per_sm * sms, most)))
+
+
+def channel_block(head_dim: int) -> int:
+    """Channels of a tile that tl.dot takes: a power of two, at least 16."""
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 def base2_scale(scale: float, softcap: float | None) -> tuple[float, float]:

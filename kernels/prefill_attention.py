@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_paged.kernels import prefill_workspace
-from hf_paged.kernels.decode_attention import base2_scale, dot_dtype
+from hf_paged.kernels.decode_attention import base2_scale, channel_block, dot_dtype
 from hf_paged.kernels.group_tile import group_tile
 from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, Pages, PlainPages
 from hf_paged.kernels.on_device import on_device
@@ -366,8 +366,8 @@ def _attend(
         QUERIES=queries,
         K_DIM=layer.k.head_dim,
         V_DIM=layer.v.head_dim,
-        K_BLOCK=triton.next_power_of_2(layer.k.head_dim),
-        V_BLOCK=triton.next_power_of_2(layer.v.head_dim),
+        K_BLOCK=channel_block(layer.k.head_dim),
+        V_BLOCK=channel_block(layer.v.head_dim),
         BLOCK_SIZE=1 if workspace else layer.block_size,
         WORKSPACE=workspace,
         TILE=config.tile,

@@ -44,6 +44,8 @@ FEATURES = {
     "fp32 gqa window": Shape(group=4, window=20, block_size=32),
     "window wider than context": Shape(window=500, head_dim=32),
     "window of a few tokens": Shape(window=3),
+    "head_dim below a tensor core's": Shape(head_dim=8, group=2),
+    "int8 keys of head_dim 8, int4 values": Shape(**INT8, v_format=UINT4, head_dim=8, group=2),
     "odd head_dim and v narrower": Shape(head_dim=80, v_head_dim=32, group=7),
     "softcap and sinks": Shape(softcap=5.0, sinks=True, group=2, head_dim=32),
     "sinks and window": Shape(sinks=True, window=33, head_dim=32, group=2),
