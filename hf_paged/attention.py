@@ -97,6 +97,8 @@ def paged_attention_forward(
         raise ValueError(f"{name} passes {unknown} to attention, which paged attention does not support")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ValueError(f"{name} is not causal; paged attention is causal only")
+    if attention_mask is not None and attention_mask.numel() > 1:  # `no_mask` has one element
+        raise ValueError(f"{name} brings a mask of its own, which paged attention cannot apply")
     if dropout:
         raise ValueError(f"{name} asks for attention dropout {dropout}; call model.eval() first")
     call = AttentionCall(

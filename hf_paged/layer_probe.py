@@ -45,7 +45,9 @@ class LayerProbe:
 
     def attend(self, call: AttentionCall) -> Tensor:
         if call.layer_idx in self.specs:
-            raise ValueError(f"{call.layer_name} attends more than once; pages hold the keys and values of one attention")
+            raise ValueError(
+                f"{call.layer_name} attends more than once; pages hold the keys and values of one attention"
+            )
         batch, num_heads, q_len, head_dim = call.query.shape
         self.specs[call.layer_idx] = LayerSpec(
             layer_idx=call.layer_idx,
