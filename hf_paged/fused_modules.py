@@ -6,6 +6,9 @@ fused in an engine step, which a `RotaryContext` announces; in any other call th
 
 Between two fused layers the residual add of one and the input norm of the next are one kernel: a layer leaves
 (hidden states, their norm) in the context, and the next takes the norm if it is given those very hidden states.
+
+Of the last layer only the tokens that become logits are read. It stores the keys and values of all, and goes on with
+those: of a model of 32 layers that saves 3% of a prompt.
 """
 
 from __future__ import annotations
@@ -13,14 +16,14 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_paged.attention import CONTEXT_KEYWORD
-from hf_paged.joined_linear import Projections
+from hf_paged.joined_linear import Projections, as_packed
 from hf_paged.kernels.fused_ops import add_rms_norm, gated_activation, rms_norm
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
 
@@ -42,12 +45,14 @@ class RotaryCall:
     window: int | None
     softcap: float | None
     sinks: Tensor | None  # [num_heads]
+    is_last: bool = False  # attend to the context's `wanted` tokens only
 
 
 class RotaryContext(ABC):
     """An attention context that can rotate, store and attend in one go, and carries a norm from layer to layer."""
 
     carried: tuple[Tensor, Tensor] | None = None  # (hidden states, their norm for the next layer)
+    wanted: Tensor | None = None  # [n] int64, tokens that leave the last layer, each its sequence's last; None = all
 
     @abstractmethod
     def attend_rotary(self, call: RotaryCall) -> Tensor:
@@ -88,11 +93,14 @@ class FusedMLP:
     gate_first: bool
     activation: str
     down: nn.Module
+    down_order: Tensor | None  # of the channels that `down` reads, if it has one
 
-    def __call__(self, x: Tensor) -> Tensor:
-        first, second = self.projections(x)
+    def __call__(self, x: Tensor, *, ordered: bool = False) -> Tensor:
+        """`ordered`: the channels of `x` lie in the order of the projections."""
+        first, second = self.projections.ordered(x) if ordered else self.projections(x)
         gate, up = (first, second) if self.gate_first else (second, first)
-        out: Tensor = self.down(gated_activation(gate, up, self.activation))
+        hidden = gated_activation(gate, up, self.activation, self.down_order)
+        out: Tensor = self.down(hidden) if self.down_order is None else as_packed(self.down).ordered(hidden)
         return out
 
 
@@ -114,12 +122,13 @@ class FusedAttention:
     softcap: float | None
     sinks: Tensor | None
     output: nn.Module
+    is_last: bool = False  # of the layers, see `FusedLayer`
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         context = kwargs.get(CONTEXT_KEYWORD)
         if args or not isinstance(context, RotaryContext):
             return _own(self.own)(hidden_states, *args, **kwargs)
-        query, key, value = self.heads(hidden_states)
+        query, key, value = self.heads(hidden_states, ordered=kwargs.get("ordered", False))
         cos = sin = query  # not read
         if self.rope.rotary_dim:
             cos, sin = (table.flatten(0, -2) for table in kwargs["position_embeddings"])
@@ -137,14 +146,15 @@ class FusedAttention:
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
+            is_last=self.is_last,
         )
         out = context.attend_rotary(call)
         return self.output(out.flatten(1).unsqueeze(0)), None
 
-    def heads(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, hidden_states: Tensor, *, ordered: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Q `[T, num_heads, head_dim]`, K and V `[T, kv_heads, ...]` of hidden states `[1, T, hidden]`, as views."""
         tokens = hidden_states.shape[-2]
-        parts = self.projections(hidden_states)
+        parts = self.projections.ordered(hidden_states) if ordered else self.projections(hidden_states)
         if self.interleaved_heads:
             query, key, value = parts[0].view(tokens, self.num_heads, 3, -1).unbind(2)
             return query, key, value
@@ -171,6 +181,7 @@ class FusedLayer:
     mlp: nn.Module
     mlp_post: RMSNorm | None
     next_norm: RMSNorm | None = None  # the input norm of the fused layer that follows
+    is_last: bool = False  # what follows reads each token by itself, and in the end some of them only
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         context = kwargs.get(CONTEXT_KEYWORD)
@@ -181,13 +192,33 @@ class FusedLayer:
             normed = context.take_norm(hidden_states)
             if normed is None:
                 normed = rms_norm(hidden_states, self.input_norm)
-        delta = self.attention(normed, **kwargs)[0]
+        delta = self.attention(normed, **kwargs, **_ordered(self.input_norm))[0]
+        if self.is_last and context.wanted is not None:
+            hidden_states = hidden_states[:, context.wanted]
         hidden, normed = add_rms_norm(delta, hidden_states, self.mlp_norm, self.attention_post)
-        delta = first_output(self.mlp(hidden if normed is None else normed))
+        delta = first_output(self.mlp(hidden if normed is None else normed, **_ordered(self.mlp_norm)))
         hidden, normed = add_rms_norm(delta, hidden, self.next_norm, self.mlp_post)
         if normed is not None:
             context.carried = (hidden, normed)
         return hidden
+
+    def order_norms(self) -> None:
+        """Let the norms write channels as the act-order weights behind them read them: nothing is left to gather."""
+        attention, mlp = (vars(module).get("forward") for module in (self.attention, self.mlp))
+        if self.input_norm is not None and isinstance(attention, FusedAttention):
+            self.input_norm = replace(self.input_norm, order=attention.projections.order)
+        if self.mlp_norm is not None and isinstance(mlp, FusedMLP):
+            self.mlp_norm = replace(self.mlp_norm, order=mlp.projections.order)
+
+
+def _ordered(norm: RMSNorm | None) -> dict[str, bool]:
+    """What a sub-layer is told that reads an ordered norm; others know no such argument."""
+    return {"ordered": True} if norm is not None and norm.order is not None else {}
+
+
+def leaves_tokens_out(view: nn.Module) -> bool:
+    """Whether the last layer of a fused view heeds `RotaryContext.wanted`."""
+    return any(getattr(vars(module).get("forward"), "is_last", False) for module in view.modules())
 
 
 def first_output(output: Any) -> Tensor:

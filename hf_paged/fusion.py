@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall
 from hf_paged.forward_trace import TracedCall, amplified, same_tensor, trace_forward
 from hf_paged.fused_linear import FusedLinear
-from hf_paged.fused_modules import FusedLayer, FusedNorm, RotaryCall, RotaryContext, first_output
+from hf_paged.fused_modules import FusedAttention, FusedLayer, FusedNorm, RotaryCall, RotaryContext, first_output
 from hf_paged.fusion_patterns import (
     NotFused,
     check_unwrapped,
@@ -123,6 +123,7 @@ class _Pass:
             if type(call.module) is nn.Linear:
                 self._try("linear", call, self._linear)
         self._hand_norms_on()
+        self._mark_last(calls)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the joined weights left behind is for the KV cache
         return FusionReport(
@@ -212,10 +213,28 @@ class _Pass:
 
     def _hand_norms_on(self) -> None:
         """Let each fused layer compute the input norm of the one that reads its output."""
+        for _, fused in self._layers:
+            fused.order_norms()
         for (call, fused), (following, next_fused) in zip(self._layers, self._layers[1:], strict=False):
             unwritten = call.version_left == following.version_read
             if same_tensor(call.output, following.input) and unwritten:
                 fused.next_norm = next_fused.input_norm
+
+    def _mark_last(self, calls: Mapping[nn.Module, TracedCall]) -> None:
+        """Let the last layer leave tokens out, if after it comes a norm and after that the head, and nothing else."""
+        head = calls.get(self._view.get_output_embeddings())
+        if not self._layers or head is None:
+            return
+        call, layer = self._layers[-1]
+        attention = vars(layer.attention).get("forward")
+        readers = [other for other in calls.values() if same_tensor(other.input, call.output)]
+        if len(readers) != 1 or not isinstance(attention, FusedAttention):
+            return
+        norm = readers[0]
+        unwritten = call.version_left == norm.version_read and norm.version_left == head.version_read
+        if is_norm_candidate(norm.module) and same_tensor(norm.output, head.input) and unwritten:
+            layer.attention.forward = replace(attention, is_last=True)
+            layer.is_last = True
 
 
 def _has_attention(call: TracedCall) -> bool:

@@ -131,6 +131,21 @@ def one_prompt(first_block: int, num_blocks: int, block_size: int, positions: Te
     )
 
 
+def of_last_tokens(meta: AttentionMetadata, tokens: Tensor) -> AttentionMetadata:
+    """Some sequences of a step as decodes of their last tokens, `tokens` `[n]` int64, which it computes with others."""
+    ends = meta.cu_seqlens_q[1:]
+    rows = torch.searchsorted(ends, tokens.to(ends.dtype), right=True).clamp_(max=len(ends) - 1)
+    return AttentionMetadata(
+        cu_seqlens_q=torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device),
+        seq_lens=meta.seq_lens[rows],
+        block_tables=meta.block_tables[rows],
+        slot_mapping=meta.slot_mapping[tokens],
+        num_decodes=len(tokens),
+        max_seqlen_q=1,
+        max_seq_len=meta.max_seq_len,
+    )
+
+
 class InputBuilder:
     """Builds `ModelInputs`; owns the host's per-row tables and the staging memory."""
 

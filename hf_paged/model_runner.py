@@ -17,13 +17,13 @@ from torch import Tensor
 from hf_paged.attention import AttentionCall
 from hf_paged.config import EngineConfig
 from hf_paged.cuda_graph import StepGraphs, StepTensors
-from hf_paged.fused_modules import RotaryCall, RotaryContext
+from hf_paged.fused_modules import RotaryCall, RotaryContext, leaves_tokens_out
 from hf_paged.kernels.fused_ops import restore_output, rope_write
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.reshape_and_cache import write_kv
 from hf_paged.kv_cache import KVCache
-from hf_paged.model_inputs import InputBuilder, ModelInputs
+from hf_paged.model_inputs import InputBuilder, ModelInputs, of_last_tokens
 from hf_paged.packed_model import PackedModel
 from hf_paged.request import ScheduledRequest, SchedulerOutput
 
@@ -31,9 +31,12 @@ from hf_paged.request import ScheduledRequest, SchedulerOutput
 class StepContext(RotaryContext):
     """The attention context of an engine step: write this step's tokens to their slots, attend over block tables."""
 
-    def __init__(self, kv_cache: KVCache, metadata: tuple[AttentionMetadata, ...]) -> None:
+    def __init__(
+        self, kv_cache: KVCache, metadata: tuple[AttentionMetadata, ...], wanted: Tensor | None = None
+    ) -> None:
         self._kv_cache = kv_cache
         self._metadata = metadata
+        self.wanted = wanted
 
     def attend(self, call: AttentionCall) -> Tensor:
         layer, meta = self._pages(call.layer_idx)
@@ -50,6 +53,8 @@ class StepContext(RotaryContext):
             call.query, call.key, call.value, call.cos, call.sin, layer, meta.slot_mapping,
             rope=call.rope, q_norm=call.q_norm, k_norm=call.k_norm, derived=meta.derived,
         )  # fmt: skip
+        if call.is_last and self.wanted is not None:
+            query, meta = query[self.wanted], of_last_tokens(meta, self.wanted)
         return self._attended(query, layer, meta, call)
 
     def _attended(
@@ -98,6 +103,7 @@ class ModelRunner:
         self.model = model
         self.kv_cache = kv_cache
         self.device = model.device
+        self._leaves_tokens_out = leaves_tokens_out(model.view)
         self.builder = InputBuilder(
             config, num_groups=len(kv_cache.groups), max_model_len=max_model_len, device=self.device
         )
@@ -143,18 +149,20 @@ class ModelRunner:
                 return captured.replay(scheduled, wanted.index)
         packing, buffer = self.builder.build(scheduled, wanted.index)
         inputs = ModelInputs.from_parts(packing.on_device(buffer), **_bounds(scheduled))
-        return StepTensors.of(inputs, self._run(inputs))
+        return StepTensors.of(inputs, self._run(inputs, last_only=not wanted.of_prompts))
 
-    def _run(self, inputs: ModelInputs) -> Tensor:
-        """One forward of the model: [num_logits, vocab] logits."""
+    def _run(self, inputs: ModelInputs, *, last_only: bool) -> Tensor:
+        """One forward of the model: [num_logits, vocab] logits. `last_only`: each is of its sequence's last token."""
         known = inputs.input_ids >= 0
         input_ids = torch.where(known, inputs.input_ids, self.last_token[inputs.token_rows])
-        context = StepContext(self.kv_cache, inputs.metadata)
-        return self.model(input_ids, inputs.positions, context, inputs.logits_index)
+        index = inputs.logits_index
+        if self._leaves_tokens_out and last_only and len(index) < len(input_ids):
+            return self.model(input_ids, inputs.positions, StepContext(self.kv_cache, inputs.metadata, index))
+        return self.model(input_ids, inputs.positions, StepContext(self.kv_cache, inputs.metadata), index)
 
     def _run_captured(self, inputs: ModelInputs) -> StepTensors:
         """A forward and the likeliest tokens: all that a step of greedy requests takes."""
-        logits = self._run(inputs)
+        logits = self._run(inputs, last_only=True)
         greedy = logits.argmax(-1)
         self.last_token[inputs.logits_rows] = greedy
         return StepTensors.of(inputs, logits, greedy)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from hf_paged import LLM, SamplingParams
+from hf_paged.fused_modules import leaves_tokens_out
 from hf_paged.fusion import FusionReport, fuse
 from hf_paged.kernels.cpu_linear import can_reorder
 from hf_paged.kernels.layout import AttentionMetadata
@@ -34,6 +35,7 @@ needs_onednn = pytest.mark.skipif(
 KEEPS_LAYERS = ("gpt_neox", "gpt2", "granite", "cohere", "starcoder2", "stablelm")
 KEEPS_MLP = ("gpt_neox", "gpt2", "mixtral", "gpt_oss", "starcoder2")
 KEEPS_ATTENTION = ("olmo2",)
+KEEPS_LAST = (*KEEPS_LAYERS, *KEEPS_ATTENTION)
 
 
 def fused_view(model: PreTrainedModel) -> tuple[PreTrainedModel, FusionReport]:
@@ -42,8 +44,8 @@ def fused_view(model: PreTrainedModel) -> tuple[PreTrainedModel, FusionReport]:
 
 
 @torch.no_grad()
-def step_logits(view: PreTrainedModel, tokens: int = 21) -> Tensor:
-    """`[tokens, vocab]` of one packed prompt through fresh pages."""
+def step_logits(view: PreTrainedModel, tokens: int = 21, wanted: Tensor | None = None) -> Tensor:
+    """`[tokens, vocab]` of one packed prompt through fresh pages; with `wanted`, of those tokens."""
     device = next(view.parameters()).device
     model = PackedModel(view)
     specs = model.specs
@@ -67,7 +69,7 @@ def step_logits(view: PreTrainedModel, tokens: int = 21) -> Tensor:
         )
     ids = prompts((tokens,))[0].to(device)
     positions = torch.arange(tokens, device=device)
-    return model(ids, positions, StepContext(cache, tuple(metadata)))
+    return model(ids, positions, StepContext(cache, tuple(metadata), wanted))
 
 
 def assert_same_logits(actual: Tensor, expected: Tensor) -> None:
@@ -107,6 +109,17 @@ def test_a_fused_step_gives_the_logits_of_the_model(family: str) -> None:
     model = tiny_model(family)
     expected = step_logits(build_view(model))
     assert_same_logits(step_logits(fused_view(model)[0]), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_layer_computes_only_the_token_that_becomes_logits(family: str) -> None:
+    """A family whose last layer is read by something else than a norm and the head keeps all tokens."""
+    view, report = fused_view(tiny_model(family))
+    assert leaves_tokens_out(view) == (family not in KEEPS_LAST), report
+    if leaves_tokens_out(view):
+        logits = step_logits(view, wanted=torch.tensor([20]))
+        assert logits.shape[0] == 1
+        assert_same_logits(logits, step_logits(view)[-1:])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3", "olmo2"])
