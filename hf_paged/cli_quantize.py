@@ -39,14 +39,16 @@ def quantize(
         _Switch, typer.Option("--act-order/--no-act-order", help="gptq: large activations first.  [default: gptq yes]")
     ] = None,
     static_groups: Annotated[bool, typer.Option(help="gptq with act-order: groups lie in the natural order.")] = True,
-    mse: Annotated[_Switch, typer.Option(help="Search each group's range.  [default: gptq yes]")] = None,
+    mse: Annotated[_Switch, typer.Option(help="gptq, rtn: search each group's range.  [default: gptq yes]")] = None,
     scale: Annotated[bool, typer.Option("--scale", help="gptq: scale channels first, as awq does.")] = False,
     asymmetry: Annotated[
-        float | None, typer.Option(help="gptq: share of earlier layers' errors to make up for.  [default: 0.5]")
+        float | None, typer.Option(help="gptq, awq: share of earlier layers' errors to make up for.  [default: 0.5]")
     ] = None,
-    damping: Annotated[float, typer.Option(help="gptq: share of the Hessian's mean added to its diagonal.")] = 0.01,
-    true_sequential: Annotated[bool, typer.Option(help="gptq: linears see what those before them became.")] = True,
-    clip: Annotated[bool, typer.Option(help="awq: search how far to clip each group.")] = True,
+    damping: Annotated[
+        float, typer.Option(help="gptq, awq: share of the Hessian's mean added to its diagonal.")
+    ] = 0.01,
+    true_sequential: Annotated[bool, typer.Option(help="gptq, awq: linears see what those before became.")] = True,
+    clip: Annotated[bool, typer.Option(help="awq: search each group's range.")] = True,
     skip: Annotated[
         list[str] | None, typer.Option(help="A regular expression; linears whose name has it stay plain. Repeatable.")
     ] = None,

@@ -1,4 +1,4 @@
-"""AWQ: scale up the input channels that matter before rounding, and clip what stretches a group's range.
+"""AWQ: scale up the input channels that matter before rounding, and round over ranges searched by output error.
 
 Lin et al. 2023 (arXiv 2306.00978). Channel k of all linears that read one input is multiplied by s_k, and what produces
 the input divided by it: the function stays, the relative rounding error of channel k shrinks. The candidates are
@@ -15,15 +15,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hf_paged.quant.grid import Grid, encode, fit
+from hf_paged.quant.grid import Grid, encode, parameters, stored
 from hf_paged.quant.hessian import Hessian
-from hf_paged.quant.rtn import check_weight, rtn
-from hf_paged.quant.weight import dequantize
+from hf_paged.quant.rtn import check_weight, quantized, rtn
+from hf_paged.quant.weight import QuantizedWeight, dequantize
 
 _RATIOS = 20  # exponents tried
-_CLIPS = 10  # values tried for each end of a group's range, down to _SMALLEST of the whole
-_SMALLEST = 0.55
-_ELEMENTS = 2**24  # weights searched at a time: bounds the temporaries to a few times 64 MB
+_CLIPS = 10  # values tried for each end of a group's range
+_SMALLEST = 0.55  # of them, as a share of the whole
+_SWEEPS = 2  # times that every group's range is chosen
+_ELEMENTS = 2**22  # values searched at a time: temporaries of 16 MB stay in a GPU's L2
 
 Loss = Callable[[list[Tensor]], float]
 
@@ -59,45 +60,60 @@ def awq_scales(
     return best
 
 
-def awq_clip(weight: Tensor, hessian: Hessian, grid: Grid) -> Tensor:
-    """`[N, K]` clamped, each group to the range that makes the error of its own part of the output least.
+def awq_round(weight: Tensor, hessian: Tensor, grid: Grid) -> QuantizedWeight:
+    """`[N, K]` rounded, each group over the range that makes the error of the whole output least.
 
-    The two ends of an asymmetric grid's range are searched apart. `weight` and `hessian` are already scaled. Published
-    AWQ leaves q_proj and k_proj alone: their product, not each output, is what counts. Raises as `awq_scales`.
+    Ranges are tried down to _SMALLEST of the whole one, at each end (at both alike where the grid is symmetric): the
+    codes that are nearest in a range, with the scale that suits these codes best. Taken is what leaves, together with
+    the errors of all other groups, the least tr E H E^T; so groups make up for each other, and no step adds error.
+
+    `hessian [K, K]` fp32 is of the inputs divided by the scales. Raises as `awq_scales`.
     """
     check_weight(weight, grid.scales_dtype)
     check_divides(weight, grid)
     n, k = weight.shape
     size = grid.group(k)
-    columns = weight.float().t().reshape(-1, size, n)
-    blocks = hessian.matrix.view(k // size, size, k // size, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    step = max(1, _ELEMENTS // (size * n))
-    parts = [
-        _clipped(columns[at : at + step].contiguous(), blocks[at : at + step], grid)
-        for at in range(0, columns.shape[0], step)
-    ]
-    return torch.cat(parts).view(k, n).t().to(weight.dtype)
+    columns = weight.float().t().contiguous()
+    groups = columns.view(-1, size, n)
+    low, high = groups.amin(1).clamp_(max=0), groups.amax(1).clamp_(min=0)
+    scales, zeros = parameters(low, high, grid)
+    codes = encode(groups, scales[:, None], zeros[:, None], grid.top)
+    wrong = ((codes - zeros[:, None]) * scales[:, None] - groups).view(k, n)
+    for group in list(range(k // size)) * _SWEEPS:
+        part = slice(group * size, (group + 1) * size)
+        block = hessian[part, part]
+        wanted = block @ (columns[part] + wrong[part]) - hessian[part] @ wrong
+        ranges = _ranges(low[group], high[group], grid)
+        scales[group], zeros[group], codes[group] = _best(groups[group], block, wanted, *ranges, grid)
+        wrong[part] = (codes[group] - zeros[group]) * scales[group] - columns[part]
+    return quantized(codes.view(k, n), scales, zeros, None, grid)
 
 
-def _clipped(groups: Tensor, blocks: Tensor, grid: Grid) -> Tensor:
-    """`groups [groups, columns, N]` clamped; `blocks [groups, columns, columns]` are the Hessian's of each group."""
-    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
-    if grid.sym:
-        high = torch.maximum(-low, high)
-        low = -high
-    shrinks = torch.linspace(1, _SMALLEST, _CLIPS).tolist()
-    pairs = [(s, s) for s in shrinks] if grid.sym else [(s, t) for s in shrinks for t in shrinks]
-    best_low, best_high, least = low, high, None
-    for down, up in pairs:
-        wrong = _round_groups(groups.clamp(low * down, high * up), grid) - groups
-        error = (torch.bmm(blocks, wrong) * wrong).sum(1, keepdim=True)
-        if least is None:
-            least = error
-        better = error < least
-        least = torch.where(better, error, least)
-        best_low = torch.where(better, low * down, best_low)
-        best_high = torch.where(better, high * up, best_high)
-    return groups.clamp(best_low, best_high)
+def _ranges(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Scales and zeros `[tried, N]` of the ranges inside `[low, high]`."""
+    shrinks = torch.linspace(1, _SMALLEST, _CLIPS, device=low.device)
+    ends = torch.stack((shrinks, shrinks), 1) if grid.sym else torch.cartesian_prod(shrinks, shrinks)
+    return parameters(low * ends[:, :1], high * ends[:, 1:], grid)
+
+
+def _best(
+    values: Tensor, block: Tensor, wanted: Tensor, scales: Tensor, zeros: Tensor, grid: Grid
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales, zeros `[N]` and codes `[columns, N]` of one group of `values [columns, N]` over the best of the ranges.
+
+    The error of rounded values q is q^T block q - 2 q^T wanted, and what does not depend on them.
+    """
+    gains, fitted = [], []
+    batch = max(1, _ELEMENTS // values.numel())
+    for scale, zero in zip(scales.split(batch), zeros.split(batch), strict=True):
+        levels = encode(values, scale[:, None], zero[:, None], grid.top).sub_(zero[:, None])
+        along, square = (levels * wanted).sum(1), (levels * (block @ levels)).sum(1)
+        fit = torch.where((along > 0) & (square > 0), stored(along / square, grid), scale)
+        gains.append(fit * (2 * along - fit * square))
+        fitted.append(fit)
+    best = torch.cat(gains).argmax(0, keepdim=True)
+    zero = zeros.gather(0, best)[0]
+    return torch.cat(fitted).gather(0, best)[0], zero, encode(values, scales.gather(0, best)[0], zero, grid.top)
 
 
 def check_divides(weight: Tensor, grid: Grid) -> None:
@@ -158,9 +174,3 @@ def _output_error(weights: Sequence[Tensor], hessian: Hessian) -> Loss:
         return total
 
     return error
-
-
-def _round_groups(groups: Tensor, grid: Grid) -> Tensor:
-    """`[groups, columns, N]` rounded to the nearest."""
-    scales, zeros = (part[:, None] for part in fit(groups, grid))
-    return (encode(groups, scales, zeros, grid.top) - zeros) * scales

@@ -78,7 +78,7 @@ def encode(values: Tensor, scales: Tensor, zeros: Tensor, top: int) -> Tensor:
 def _fit(values: Tensor, grid: Grid, importance: Tensor | None) -> tuple[Tensor, Tensor]:
     low, high = values.amin(1).clamp_(max=0), values.amax(1).clamp_(min=0)
     if not grid.mse:
-        return _parameters(low, high, grid)
+        return parameters(low, high, grid)
     scales, zeros = _candidates(low, high, grid)
     batch = max(1, _ELEMENTS // values.numel())
     parts = zip(scales.split(batch), zeros.split(batch))
@@ -90,24 +90,24 @@ def _fit(values: Tensor, grid: Grid, importance: Tensor | None) -> tuple[Tensor,
 def _candidates(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Scales and zeros `[candidates, groups, N]` of the range `[low, high]` and of smaller ones."""
     shrinks = torch.linspace(1, _SMALLEST, _SHRINKS, device=low.device)[:, None, None]
-    scales, zeros = _parameters(low * shrinks, high * shrinks, grid)
+    scales, zeros = parameters(low * shrinks, high * shrinks, grid)
     if grid.sym and grid.signed:
         reach = torch.maximum(-low, high) * shrinks / grid.middle  # the code 0 at one end of the range, or the other
-        scales = torch.cat([scales, _stored(reach, grid), _stored(-reach, grid)])
+        scales = torch.cat([scales, stored(reach, grid), stored(-reach, grid)])
         zeros = zeros.repeat(3, 1, 1)
     return scales, zeros
 
 
-def _parameters(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def parameters(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """The grid over `[low, high]` (which holds 0)."""
     if grid.sym:
-        scales = _stored(torch.maximum(-low, high) * (2 / grid.top), grid)
+        scales = stored(torch.maximum(-low, high) * (2 / grid.top), grid)
         return scales, torch.full_like(scales, grid.middle)
-    scales = _stored((high - low) / grid.top, grid)
+    scales = stored((high - low) / grid.top, grid)
     return scales, torch.round(-low / scales).clamp_(grid.lowest_zero, grid.top)
 
 
-def _stored(scales: Tensor, grid: Grid) -> Tensor:
+def stored(scales: Tensor, grid: Grid) -> Tensor:
     """As the file will hold them. A scale of 0, of an all-zero group, becomes 1, so that a reader may divide by it."""
     rounded = scales.to(grid.scales_dtype).float()
     return torch.where(rounded == 0, 1.0, rounded)

@@ -48,6 +48,11 @@ class Factor:
         solved.div_(self.diagonal.square()[:, None])
         return columns + torch.linalg.solve_triangular(self.unit.t(), solved, upper=False, unitriangular=True)
 
+    def matrix(self) -> Tensor:
+        """`[K, K]` fp32, in the order of quantization: the Hessian with its damping."""
+        upper = (self.unit * self.diagonal).triu_()
+        return upper @ upper.t()
+
     def ordered(self, columns: Tensor) -> Tensor:
         """A contiguous copy of `[K, ...]` in the order of quantization."""
         return columns.contiguous() if self.order is None else columns[self.order]
@@ -106,13 +111,6 @@ class Hessian:
         self.matrix.add_(other.matrix)
         self._abs += other._abs
         self.tokens += other.tokens
-
-    def scale_(self, scales: Tensor) -> None:
-        """As if every input had been divided by `scales [K]`."""
-        for matrix in (self.matrix, self._cross):
-            if matrix is not None:
-                matrix.div_(scales).div_(scales[:, None])
-        self._abs /= scales
 
     def factor(self, *, damping: float = 0.01, act_order: bool = False) -> Factor:
         """The Cholesky factor, in the matrix's own memory: the Hessian is spent.

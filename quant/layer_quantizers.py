@@ -2,7 +2,7 @@
 
 A quantizer leaves in the layer what a reader of the file will see, dequantized, so that running the layer again gives
 the inputs of the next one. Device memory beside the layer: the Hessians of one stage and one factorisation; where all
-groups are looked at together (AWQ's scales) those of all groups.
+groups are looked at together (AWQ's scales) those of all groups before that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from hf_paged.quant.awq import awq_clip, awq_scales
+from hf_paged.quant.awq import awq_round, awq_scales
 from hf_paged.quant.gptq import gptq
 from hf_paged.quant.grid import Grid
 from hf_paged.quant.hessian import Hessian
@@ -88,56 +88,44 @@ class CalibratedQuantizer:
         self.result = LayerResult()
         self._notes: dict[LinearGroup, str] = {}  # why a group's scales were kept out
 
-    def gptq(self) -> LayerResult:
-        """Stage after stage: later linears see what earlier ones became (`true_sequential`), or all at once."""
+    def quantize(self) -> LayerResult:
+        """Scales first; then stage after stage: later linears see what earlier ones became, or all at once."""
         if self.trace is not None:
-            self._scale(self.run.hessians(self.groups), self.trace)
+            self._scale(self.trace)
         stages = sorted({group.stage for group in self.groups}) if self.config.true_sequential else [None]
         for stage in stages:
             now = [group for group in self.groups if stage in (None, group.stage)]
             hessians = self.run.hessians(now)
             for group in now:
-                self._gptq_group(group, hessians.pop(group))
+                self._quantize_group(group, hessians.pop(group))
         return self.result
 
-    def awq(self) -> LayerResult:
-        """Scales for all groups first, folded into what produces their inputs, then clipping, then rounding."""
-        assert self.trace is not None
-        hessians = self.run.hessians(self.groups)
-        unclipped = self._scale(hessians, self.trace)
-        for group in self.groups:
-            hessian = hessians.pop(group)
-            with _naming(group.names[0]):
-                hessian.check_finite()  # where no scales are searched nothing else looks
-            for name in group.names:
-                weight = self._weight(name)
-                with _naming(name):
-                    clip = self.config.clip and hessian.tokens > 0 and name not in unclipped
-                    clipped = awq_clip(weight, hessian, self._coarse) if clip else weight
-                    quantized = rtn(clipped, self.grid, hessian.mean_square if hessian.tokens else None)
-                actual = as_dense(quantized, torch.float32)
-                error = _error(actual - weight.float(), hessian) / _energy(weight, hessian)
-                self.result.add(name, quantized, error, hessian.tokens, self._note(group, hessian))
-                weight.copy_(actual)
-        return self.result
-
-    def _gptq_group(self, group: LinearGroup, hessian: Hessian) -> None:
+    def _quantize_group(self, group: LinearGroup, hessian: Hessian) -> None:
         config, weights = self.config, {name: self._weight(name) for name in group.names}
         energies = {name: _energy(weight, hessian) for name, weight in weights.items()}
         note = self._note(group, hessian)
         with _naming(group.names[0]):
             factor = hessian.factor(damping=config.damping, act_order=bool(config.act_order))
+        matrix = factor.matrix() if config.method == "awq" else None
         static = bool(config.act_order) and config.static_groups
         assert config.asymmetry is not None
         for name, weight in weights.items():
             with _naming(name):
-                quantized, errors = gptq(weight, factor, self.grid, static_groups=static, asymmetry=config.asymmetry)
-            self.result.add(name, quantized, float(errors.sum()) / energies[name], hessian.tokens, note)
+                if matrix is None:
+                    quantized, errors = gptq(
+                        weight, factor, self.grid, static_groups=static, asymmetry=config.asymmetry
+                    )
+                    error = float(errors.sum())
+                else:
+                    target = factor.target(weight, config.asymmetry).t()
+                    quantized = awq_round(target, matrix, self.grid) if config.clip else rtn(target, self.grid)
+                    error = _error(dequantize(quantized, torch.float32) - target, matrix)
+            self.result.add(name, quantized, error / energies[name], hessian.tokens, note)
             weight.copy_(as_dense(quantized, weight.dtype))
 
-    def _scale(self, hessians: dict[LinearGroup, Hessian], trace: LayerTrace) -> set[str]:
-        """Search and fold the scales of every group that something can absorb; the linears never to be clipped."""
-        layer, unclipped = self.run.layer, set(trace.attention_inputs(self.groups))
+    def _scale(self, trace: LayerTrace) -> None:
+        """Search and fold the scales of every group that something can absorb."""
+        layer, hessians = self.run.layer, self.run.hessians(self.groups, referenced=False)
         for groups in shared_inputs(self.groups, trace):
             folding = find_folding(layer, groups, trace)
             if not isinstance(folding, Folding):
@@ -145,15 +133,11 @@ class CalibratedQuantizer:
                 continue
             names = [name for group in groups for name in group.names]
             with _naming(names[0]):
-                statistics = _merged([hessians[group] for group in groups])
+                statistics = _merged([hessians.pop(group) for group in groups])
                 scales = awq_scales([self._weight(n) for n in names], statistics, self._coarse, share=folding.share)
             self._note_changes(folding.apply(layer, scales))
             for group in groups:
-                hessians[group].scale_(scales)
                 self.run.scales[group] = scales
-            if folding.whole:  # v_proj, when this is o_proj; of q and k the product counts, not each output
-                unclipped.discard(folding.producer)
-        return unclipped
 
     def _note_changes(self, names: set[str]) -> None:
         """Plain parameters go on as the file will hold them; weights of quantized linears are rounded later anyway."""
@@ -203,8 +187,8 @@ def _merged(hessians: Sequence[Hessian]) -> Hessian:
 
 def _energy(weight: Tensor, hessian: Hessian) -> float:
     """Squared output of the linear, summed over tokens and channels."""
-    return max(_error(weight.float(), hessian), 1e-30)
+    return max(_error(weight.float(), hessian.matrix), 1e-30)
 
 
-def _error(difference: Tensor, hessian: Hessian) -> float:
-    return float(((difference @ hessian.matrix) * difference).sum())
+def _error(difference: Tensor, matrix: Tensor) -> float:
+    return float(((difference @ matrix) * difference).sum())

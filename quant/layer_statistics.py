@@ -39,13 +39,17 @@ class LayerRun:
     scales: dict[LinearGroup, Tensor] = field(default_factory=dict)  # what a group's input was divided by
 
     @torch.no_grad()
-    def hessians(self, groups: Sequence[LinearGroup]) -> dict[LinearGroup, Hessian]:
-        """One pass over all windows, no further into the layer than the last group's linears."""
+    def hessians(self, groups: Sequence[LinearGroup], *, referenced: bool = True) -> dict[LinearGroup, Hessian]:
+        """One pass over all windows, no further into the layer than the last group's linears.
+
+        `referenced`: with the reference's inputs beside, where there is one.
+        """
+        reference = self.reference if referenced else None
         found: dict[LinearGroup, Hessian] = {}
         expected: dict[LinearGroup, Tensor] = {}
         for group in groups:
             k = get_weight(self.layer.get_submodule(group.names[0])).shape[1]
-            asymmetric = self.reference is not None and not group.routed  # routed: each model sends its own tokens
+            asymmetric = reference is not None and not group.routed  # routed: each model sends its own tokens
             found[group] = Hessian(k, device=self.inputs.device, asymmetric=asymmetric)
 
         def add(group: LinearGroup, x: Tensor) -> None:
@@ -55,12 +59,12 @@ class LayerRun:
             found[group].add(x, other)
 
         batches = _batches(self.index, self.layer, self.inputs, groups, add)
-        if self.reference is None:
+        if reference is None:
             for _ in batches:
                 pass
             return found
         shared = [group for group in groups if not group.routed]
-        layer, inputs = self.reference.layer, self.reference.inputs
+        layer, inputs = reference.layer, reference.inputs
         for _ in _batches(self.index, layer, inputs, shared, expected.__setitem__):
             next(batches)
         return found

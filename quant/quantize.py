@@ -203,8 +203,7 @@ class _Run:
         if self.config.method == "awq" or self.config.scale:
             trace = LayerTrace.watch(run.layer, window, once, _head_dim(self.source.config))
         grid = methods.grid_of(self.config, self.stored)
-        quantizer = methods.CalibratedQuantizer(run, groups, trace, self.config, grid)
-        return quantizer.awq() if self.config.method == "awq" else quantizer.gptq()
+        return methods.CalibratedQuantizer(run, groups, trace, self.config, grid).quantize()
 
     def _file_tensors(self, name: str, layer: nn.Module, result: LayerResult) -> dict[str, Tensor]:
         """What replaces the source's tensors of this layer, by the names in the final files."""

@@ -22,7 +22,13 @@ METHODS = ("awq", "gptq", "rtn", "fp8", "int8")
 FORMATS = ("auto", "awq", "gptq", "gptq_v2", "compressed-tensors")
 CALIBRATED = ("awq", "gptq")
 _DEFAULT_GROUP = 128
-_OWN_SETTINGS = {"static_groups": "gptq", "true_sequential": "gptq", "damping": "gptq", "clip": "awq"}
+_OWN_SETTINGS = {
+    "static_groups": ("gptq",),
+    "scale": ("gptq",),
+    "clip": ("awq",),
+    "true_sequential": CALIBRATED,
+    "damping": CALIBRATED,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +45,12 @@ class QuantizeConfig:
     format: str = "auto"  # the tensors and the quantization_config that are written
     act_order: bool | None = None  # gptq: channels of large activations first; None: with gptq and static groups
     static_groups: bool = True  # gptq with act_order: groups stay where they lie in the file
-    damping: float = 0.01  # gptq: added to the Hessian's diagonal, as a share of its mean
+    damping: float = 0.01  # gptq, awq: added to the Hessian's diagonal, as a share of its mean
     mse: bool | None = None  # search each group's range for the least squared error; None: yes with gptq
     scale: bool = False  # gptq: scale channels first, as AWQ does (which always does)
-    asymmetry: float | None = None  # gptq: share of earlier layers' errors that a linear makes up for; None: 0.5
-    true_sequential: bool = True  # gptq: later linears of a layer see what earlier ones became
-    clip: bool = True  # awq: search how far to clip each group's range
+    asymmetry: float | None = None  # gptq, awq: share of earlier layers' errors that a linear makes up for; None: 0.5
+    true_sequential: bool = True  # gptq, awq: later linears of a layer see what earlier ones became
+    clip: bool = True  # awq: search each group's range
     skip: tuple[str, ...] = ()  # regular expressions; linears whose name one of them is found in stay plain
     samples: int = 128  # windows of calibration text
     seqlen: int = 2048  # tokens per window
@@ -106,7 +112,7 @@ class QuantizeConfig:
             "format": form,
             "act_order": gptq and self.static_groups if self.act_order is None else self.act_order,
             "mse": gptq if self.mse is None else self.mse,
-            "asymmetry": (0.5 if gptq else 0.0) if self.asymmetry is None else self.asymmetry,
+            "asymmetry": (0.5 if self.calibrated else 0.0) if self.asymmetry is None else self.asymmetry,
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,15 +131,15 @@ class QuantizeConfig:
             refuse("group_size", self.group_size, "-1 with method='fp8': one scale per output channel")
         if self.method != "gptq" and self.act_order:
             refuse("act_order", self.act_order, f"False with method={self.method!r}; only gptq orders channels")
-        if self.mse and self.method not in ("gptq", "rtn", "awq"):
+        if self.mse and self.method not in ("gptq", "rtn"):
             refuse("mse", self.mse, f"False with method={self.method!r}")
-        for name in ("scale", "asymmetry"):
-            if getattr(self, name) and self.method != "gptq":
-                refuse(name, getattr(self, name), f"nothing with method={self.method!r}; only gptq has it")
-        for name, owner in _OWN_SETTINGS.items():
+        if self.asymmetry and not self.calibrated:
+            refuse("asymmetry", self.asymmetry, f"nothing with method={self.method!r}, which looks at no activations")
+        for name, owners in _OWN_SETTINGS.items():
             default = type(self).__dataclass_fields__[name].default
-            if self.method != owner and getattr(self, name) != default:
-                refuse(name, getattr(self, name), f"{default} with method={self.method!r}; only {owner} has it")
+            if self.method not in owners and getattr(self, name) != default:
+                only = " and ".join(owners)
+                refuse(name, getattr(self, name), f"{default} with method={self.method!r}; only {only} has it")
 
     def _check_format(self) -> None:
         chosen = self._choices()

@@ -21,7 +21,6 @@ from hf_paged.quant.unfused_experts import UnfusedExperts
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of what the layer adds: rounding
 _NOTICED = 1e-3  # of what the layer adds: dividing the producer alone must change at least that
 _UNDONE = 0.1  # of that change, at most, is left when the readers are multiplied (powers of two: nearly nothing)
-_ATTENTION_ARGUMENTS = ("attention_mask", "position_embeddings")
 
 
 @dataclass(eq=False)
@@ -34,7 +33,6 @@ class LayerTrace:
     order: list[str] = field(default_factory=list)  # modules in the order they were first called
     inputs: dict[str, Any] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
-    attention: set[str] = field(default_factory=set)  # modules that were given a mask or rotary embeddings
 
     @classmethod
     def watch(cls, layer: nn.Module, hidden: Tensor, rerun: Callable[[], Tensor], head_dim: int | None) -> LayerTrace:
@@ -51,21 +49,11 @@ class LayerTrace:
                 handle.remove()
         return trace
 
-    def attention_inputs(self, groups: Sequence[LinearGroup]) -> Iterator[str]:
-        """Linears of attention modules that read what the module was given: q, k and v."""
-        for group in groups:
-            for name in group.names:
-                owner = name.rpartition(".")[0]
-                if owner in self.attention and _same(self.inputs.get(name), self.inputs.get(owner)):
-                    yield name
-
     def _entering(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name not in self.inputs:
                 self.order.append(name)
                 self.inputs[name] = args[0] if args else kwargs.get("hidden_states")
-                if any(argument in kwargs for argument in _ATTENTION_ARGUMENTS):
-                    self.attention.add(name)
 
         return hook
 
@@ -84,11 +72,6 @@ class Folding:
     rows: Tensor | None  # [K] int64: the producer's output channel behind each input channel; None: a norm
     one_plus: bool  # a norm that multiplies by 1 + weight
     readers: tuple[str, ...]  # all modules with a weight that reads the activation
-
-    @property
-    def whole(self) -> bool:
-        """Whether all of the producer is behind the activation: v_proj is behind o_proj, a fused q, k, v is not."""
-        return self.rows is None or len(torch.unique(self.rows)) == int(self.rows.max()) + 1
 
     @property
     def share(self) -> Tensor | None:

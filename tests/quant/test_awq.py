@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_paged.quant.awq import awq_clip, awq_scales
+from hf_paged.quant import awq
+from hf_paged.quant.awq import awq_round, awq_scales
 from hf_paged.quant.grid import Grid
 from hf_paged.quant.hessian import Hessian
 from hf_paged.quant.rtn import rtn
@@ -30,8 +31,12 @@ def acts_as(weight: Tensor, scales: Tensor) -> Tensor:
     return dequantize(rtn(weight * scales, FOUR), torch.float32) / scales
 
 
+def channel_errors(x: Tensor, wrong: Tensor) -> Tensor:
+    return (x @ wrong.t()).square().sum(0)
+
+
 def output_error(x: Tensor, wrong: Tensor) -> float:
-    return float((x @ wrong.t()).square().sum())
+    return float(channel_errors(x, wrong).sum())
 
 
 def test_scales_take_most_of_the_error_of_outlier_channels() -> None:
@@ -98,36 +103,49 @@ def test_channels_never_excited_keep_a_moderate_scale() -> None:
     assert torch.equal(awq_scales([w], Hessian(128), FOUR), torch.ones(128))
 
 
-def test_a_scaled_hessian_is_that_of_the_scaled_inputs() -> None:
-    """Clipping and GPTQ after AWQ see inputs divided by the scales."""
-    x, _, hessian = layer()
-    scales = torch.rand(128, generator=torch.Generator().manual_seed(1)) + 0.5
-    direct = Hessian(128)
-    direct.add(x / scales)
-    hessian.scale_(scales)
-    assert torch.allclose(hessian.matrix, direct.matrix, rtol=1e-4, atol=1e-2)
-    assert torch.allclose(hessian.mean_abs, direct.mean_abs, rtol=1e-5)
-
-
-def test_clipping_never_adds_error_to_a_group_and_leaves_the_rest_alone() -> None:
+@pytest.mark.parametrize("grid", [FOUR, Grid(bits=3, group_size=64, sym=True)], ids=["asymmetric", "symmetric"])
+def test_searched_ranges_leave_every_output_channel_less_error(grid: Grid) -> None:
     x, w, hessian = layer()
     w[3, 40] = 1.0  # an outlier on a channel that is small
-    before_clipping = w.clone()
-    clipped = awq_clip(w, hessian, FOUR)
-    assert torch.equal(w, before_clipping)
-    assert clipped.dtype == w.dtype and bool((clipped.abs() <= w.abs()).all()) and not torch.equal(clipped, w)
-    for at in range(0, 128, 32):
-        part = slice(at, at + 32)
-        before = (x[:, part] @ (rounded(w) - w)[:, part].t()).square().sum(0)
-        after = (x[:, part] @ (rounded(clipped) - w)[:, part].t()).square().sum(0)
-        assert (after <= before * 1.001 + 1e-6).all()
-    assert torch.equal(clipped.sign(), w.sign())
+    before = w.clone()
+    found = awq_round(w, hessian.matrix, grid)
+    assert torch.equal(w, before)
+    assert (found.zeros is None) == grid.sym and found.group_size == grid.group_size
+    plain = channel_errors(x, dequantize(rtn(w, grid), torch.float32) - w)
+    searched = channel_errors(x, dequantize(found, torch.float32) - w)
+    assert (searched <= plain * 1.001).all()
+    assert searched.sum() < 0.7 * plain.sum()
+
+
+def test_groups_make_up_for_each_other() -> None:
+    """All inputs have a common part: of the sum of errors that it sees one group can cancel another's."""
+    w = layer()[1]
+    x = torch.randn(800, 128, generator=torch.Generator().manual_seed(1)) + 3
+    hessian = x.t() @ x
+    apart = torch.block_diag(*(hessian[at : at + 32, at : at + 32] for at in range(0, 128, 32)))
+    together, alone = (dequantize(awq_round(w, matrix, FOUR), torch.float32) for matrix in (hessian, apart))
+    assert output_error(x, together - w) < output_error(x, alone - w)
+
+
+def test_a_search_in_parts_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, w, hessian = layer()
+    whole = awq_round(w, hessian.matrix, FOUR)
+    monkeypatch.setattr(awq, "_ELEMENTS", 3 * 32 * 48)
+    parts = awq_round(w, hessian.matrix, FOUR)
+    assert torch.equal(whole.codes, parts.codes) and torch.equal(whole.scales, parts.scales)
+
+
+def test_weights_that_no_input_reaches_and_zero_weights_stay_finite() -> None:
+    w = torch.zeros(8, 128)
+    w[2] = torch.linspace(-1, 1, 128)
+    found = dequantize(awq_round(w, torch.zeros(128, 128), FOUR), torch.float32)
+    assert torch.isfinite(found).all() and (found - w).abs().max() < 0.5
 
 
 def test_a_group_that_would_be_short_is_refused_by_name_of_the_size() -> None:
     _, w, hessian = layer()
     grid = Grid(bits=4, group_size=48, sym=False)
-    for search in (lambda: awq_scales([w], hessian, grid), lambda: awq_clip(w, hessian, grid)):
+    for search in (lambda: awq_scales([w], hessian, grid), lambda: awq_round(w, hessian.matrix, grid)):
         with pytest.raises(ValueError, match="in_features 128 is no multiple of group_size 48, which AWQ cannot store"):
             search()
 
