@@ -25,7 +25,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from hf_paged.kernels.decode_attention import DecodeConfig, choose_config, decode_attention
+from hf_paged.kernels.decode_attention import decode_attention
+from hf_paged.kernels.decode_config import DecodeConfig, choose_config
 from hf_paged.kernels.layout import (
     UINT4,
     AttentionMetadata,
@@ -36,7 +37,8 @@ from hf_paged.kernels.layout import (
     ScaledPages,
     num_groups,
 )
-from hf_paged.kernels.prefill_attention import PrefillConfig, prefill_attention
+from hf_paged.kernels.prefill_attention import prefill_attention
+from hf_paged.kernels.prefill_config import PrefillConfig
 from hf_paged.kernels.write_kernel import write_kv
 
 FORMATS = {

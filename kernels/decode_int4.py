@@ -24,7 +24,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from hf_paged.kernels.decode_registers import INT8_BIAS, _share, _tiles
 from hf_paged.kernels.int4_tiles import (
     CODE_UNIT,
     columns,
@@ -46,6 +45,7 @@ from hf_paged.kernels.int4_tiles import (
 )
 from hf_paged.kernels.layout import GroupPages, LayerKV, PlainPages
 from hf_paged.kernels.register_tiles import (
+    INT8_BIAS,
     k_codes,
     k_layout,
     k_operand,
@@ -55,71 +55,8 @@ from hf_paged.kernels.register_tiles import (
 )
 
 
-@gluon.jit(do_not_specialize=["num_seqs", "kv_heads", "window", "tables_stride"])
-def decode_int4_kernel(
-    out_ptr,  # [num_seqs, heads, V_DIM]
-    partial_ptr,  # [programs, 2, GROUP, V_DIM] fp32
-    lse_ptr,  # [programs, 2, GROUP] fp32, base 2
-    q_ptr,  # [num_seqs, heads, K_DIM], last dimension contiguous
-    k_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, K_DIM / 2] uint8, or [..., K_DIM] int8 or e4m3
-    k_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, groups, 2] fp16, or [num_blocks, kv_heads, BLOCK_SIZE]
-    v_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, V_DIM / 2] uint8, or [..., V_DIM] int8 or e4m3
-    v_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, groups, 2] fp16, or [num_blocks, kv_heads, BLOCK_SIZE]
-    tables_ptr,  # [num_seqs, max_blocks] int32
-    seq_lens_ptr,  # [num_seqs] int32
-    sinks_ptr,  # [heads]
-    q_stride_t,
-    q_stride_h,
-    k_stride,
-    k_scale_stride,
-    v_stride,
-    v_scale_stride,
-    tables_stride,
-    scale,  # softmax scale; times log2 e without SOFTCAP, times 2 log2 e / softcap with it
-    softcap,  # softcap * log2 e
-    window,
-    num_seqs,
-    kv_heads,
-    GROUP: gl.constexpr,
-    N: gl.constexpr,  # heads of a KV head, padded
-    K_DIM: gl.constexpr,
-    V_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    TILE: gl.constexpr,
-    LEAST: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    SINKS: gl.constexpr,
-    OVERLAP: gl.constexpr,
-):
-    if OVERLAP:  # the joining kernel may start now; it waits for all results
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-    begin, end, seq, before = _share(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
-    while begin < end:
-        seq_len = gl.load(seq_lens_ptr + seq)
-        first_token, first_tile, tiles = _tiles(seq_len, window, WINDOW, TILE)
-        offset = begin - before * kv_heads
-        if offset >= tiles * kv_heads:
-            before += tiles
-            seq += 1
-        else:
-            kv_head = offset // tiles
-            first = offset % tiles
-            count = gl.minimum(tiles - first, end - begin)
-            _attend(
-                seq, seq_len, first_token, first_tile + first, first_tile + first + count, first == 0, count == tiles,
-                out_ptr, partial_ptr, lse_ptr, q_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, tables_ptr, sinks_ptr,
-                q_stride_t, q_stride_h, k_stride, k_scale_stride, v_stride, v_scale_stride, tables_stride,
-                scale, softcap, kv_head, kv_heads,
-                GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
-            )  # fmt: skip
-            begin += count
-
-
 @gluon.jit
-def _attend(
+def attend_int4(
     seq, seq_len, first_token, begin, end, at_start, whole,
     out_ptr, partial_ptr, lse_ptr, q_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, tables_ptr, sinks_ptr,
     q_stride_t, q_stride_h, k_stride, k_scale_stride, v_stride, v_scale_stride, tables_stride,

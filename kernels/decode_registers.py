@@ -17,8 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from hf_paged.kernels.decode_int4 import attend_int4
 from hf_paged.kernels.layout import GroupPages, LayerKV
+from hf_paged.kernels.register_shares import share, visible_tiles
 from hf_paged.kernels.register_tiles import (
+    INT8_BIAS,
     dot_type,
     k_codes,
     k_layout,
@@ -34,56 +37,6 @@ from hf_paged.kernels.register_tiles import (
     v_operand,
     v_pairs,
 )
-
-INT8_BIAS = gl.constexpr(1152.0)  # an int8 code read as fp16 bits 0x6480 + code
-SCAN = gl.constexpr(256)  # sequences looked at in one step when a program finds its share
-
-
-@gluon.jit
-def _tiles(seq_len, window, WINDOW: gl.constexpr, TILE: gl.constexpr):
-    """First visible token, its tile, and how many tiles there are from it on."""
-    first_token = seq_len * 0
-    if WINDOW:
-        first_token = gl.maximum(seq_len - window, 0)
-    first_tile = first_token // TILE
-    return first_token, first_tile, (seq_len + TILE - 1) // TILE - first_tile
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _share(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW: gl.constexpr, TILE: gl.constexpr, LEAST: gl.constexpr):
-    """This program's tiles `[begin, end)` of all, the sequence `begin` lies in, and the tiles (of one head) before it.
-
-    `decode_shares.share` says the same in Triton.
-    """
-    L: gl.constexpr = gl.BlockedLayout([SCAN // 32], [32], [1], [0])
-    n = gl.arange(0, SCAN, layout=L)
-    units = gl.to_tensor(0)
-    for i in range(0, num_seqs, SCAN):
-        seq_len = gl.load(seq_lens_ptr + i + n, mask=i + n < num_seqs, other=0)
-        units += gl.sum(_tiles(seq_len, window, WINDOW, TILE)[2], 0)
-    units *= kv_heads
-    program = gl.program_id(0)
-    programs = gl.maximum(gl.minimum(gl.num_programs(0), (units + (LEAST - 1)) // LEAST), 1)
-    least = units // programs
-    begin = gl.minimum(program * least + gl.minimum(program, units % programs), units)
-    end = gl.minimum(begin + least + (program < units % programs).to(gl.int32), units)
-    seq = 0
-    before = 0
-    base = 0
-    for i in range(0, num_seqs, SCAN):
-        seq_len = gl.load(seq_lens_ptr + i + n, mask=i + n < num_seqs, other=0)
-        tiles = _tiles(seq_len, window, WINDOW, TILE)[2]
-        ends = base + gl.associative_scan(tiles, 0, _add)
-        passed = (ends * kv_heads <= begin) & (i + n < num_seqs)
-        seq += gl.sum(passed.to(gl.int32), 0)
-        before = gl.maximum(before, gl.max(gl.where(passed, ends, 0), 0))
-        base += gl.sum(tiles, 0)
-    return begin, end, seq, before
 
 
 @gluon.jit(do_not_specialize=["num_seqs", "kv_heads", "window", "tables_stride"])
@@ -112,7 +65,7 @@ def decode_registers_kernel(
     num_seqs,
     kv_heads,
     GROUP: gl.constexpr,
-    N: gl.constexpr,
+    N: gl.constexpr,  # heads of a KV head, padded
     K_DIM: gl.constexpr,
     V_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
@@ -122,15 +75,16 @@ def decode_registers_kernel(
     SOFTCAP: gl.constexpr,
     SINKS: gl.constexpr,
     OVERLAP: gl.constexpr,
+    INT4: gl.constexpr,
 ):
     if OVERLAP:  # the joining kernel may start now; it waits for all results
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
-    begin, end, seq, before = _share(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
+    begin, end, seq, before = share(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
     while begin < end:
         seq_len = gl.load(seq_lens_ptr + seq)
-        first_token, first_tile, tiles = _tiles(seq_len, window, WINDOW, TILE)
+        first_token, first_tile, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
         offset = begin - before * kv_heads
         if offset >= tiles * kv_heads:
             before += tiles
@@ -139,13 +93,23 @@ def decode_registers_kernel(
             kv_head = offset // tiles
             first = offset % tiles
             count = gl.minimum(tiles - first, end - begin)
-            _attend(
-                seq, seq_len, first_token, first_tile + first, first_tile + first + count, first == 0, count == tiles,
-                out_ptr, partial_ptr, lse_ptr, q_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, tables_ptr, sinks_ptr,
-                q_stride_t, q_stride_h, k_stride, k_scale_stride, v_stride, v_scale_stride, tables_stride,
-                scale, softcap, kv_head, kv_heads,
-                GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
-            )  # fmt: skip
+            tile = first_tile + first
+            if INT4:
+                attend_int4(
+                    seq, seq_len, first_token, tile, tile + count, first == 0, count == tiles,
+                    out_ptr, partial_ptr, lse_ptr, q_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, tables_ptr, sinks_ptr,
+                    q_stride_t, q_stride_h, k_stride, k_scale_stride, v_stride, v_scale_stride, tables_stride,
+                    scale, softcap, kv_head, kv_heads,
+                    GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
+                )  # fmt: skip
+            else:
+                _attend(
+                    seq, seq_len, first_token, tile, tile + count, first == 0, count == tiles,
+                    out_ptr, partial_ptr, lse_ptr, q_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, tables_ptr, sinks_ptr,
+                    q_stride_t, q_stride_h, k_stride, k_scale_stride, v_stride, v_scale_stride, tables_stride,
+                    scale, softcap, kv_head, kv_heads,
+                    GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
+                )  # fmt: skip
             begin += count
 
 

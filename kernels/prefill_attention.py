@@ -9,10 +9,9 @@ causal diagonal or the window's edge crosses are masked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Iterable
+from functools import partial
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,19 +21,8 @@ from hf_paged.kernels.decode_attention import base2_scale, channel_block, dot_dt
 from hf_paged.kernels.group_tile import group_tile
 from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, Pages, PlainPages
 from hf_paged.kernels.on_device import on_device
+from hf_paged.kernels.prefill_config import PrefillConfig, choose_config
 from hf_paged.kernels.tiles import normalise_rows, softmax_step
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillConfig:
-    """Launch choices of the prefill kernel; `eval/kernels_bench.py` sweeps them."""
-
-    rows: int  # queries times heads of one KV head per program
-    tile: int  # keys per step
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None  # per thread
-    byte_permute: bool = True  # int8 -> fp16 by inline assembly (CUDA only)
 
 
 @triton.jit
@@ -303,14 +291,17 @@ def prefill_attention(
     workspace of `prefill_workspace.py`, except under a given `config`.
     """
     attend = partial(_attend, scale=scale, window=window, softcap=softcap, config=config)
-    if config is None and prefill_workspace.wanted(query, layer, meta):
-        group = query.shape[1] // layer.k.tensor.shape[1]
-        for kv_heads, values in prefill_workspace.slices(query, layer, meta, window):
-            heads = slice(kv_heads.start * group, kv_heads.stop * group)
-            of_heads = sinks if sinks is None else sinks[heads]
-            attend(query[:, heads], values, meta, out[:, heads], sinks=of_heads, workspace=True)
-    else:
-        attend(query, layer, meta, out, sinks=sinks, workspace=False)
+    workspace = config is None and prefill_workspace.wanted(query, layer, meta)
+    slices: Iterable[tuple[slice, LayerKV]] = [(slice(0, layer.k.tensor.shape[1]), layer)]
+    if workspace:
+        slices = prefill_workspace.slices(query, layer, meta, window)
+    elif isinstance(layer.k, PlainPages) and isinstance(layer.v, PlainPages):
+        slices = prefill_workspace.plain_slices(query, layer, meta)
+    group = query.shape[1] // layer.k.tensor.shape[1]
+    for kv_heads, values in slices:
+        heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        of_heads = sinks if sinks is None else sinks[heads]
+        attend(query[:, heads], values, meta, out[:, heads], sinks=of_heads, workspace=workspace)
 
 
 def _attend(
@@ -385,31 +376,6 @@ def _attend(
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
     )
-
-
-def choose_config(layer: LayerKV, query: Tensor, group: int) -> PrefillConfig:
-    """Tile sizes that fit registers and the 100 KB of shared memory of the smallest supported GPU (sm86)."""
-    head_dim = max(layer.k.head_dim, layer.v.head_dim)
-    if query.dtype == torch.float32 or layer.k.tensor.dtype == torch.float32:
-        return PrefillConfig(rows=max(32, triton.next_power_of_2(group)), tile=32, num_warps=4, num_stages=1)
-    narrow = min(layer.k.tensor.element_size(), layer.v.tensor.element_size()) == 1  # widened in every tile
-    if narrow or group > 128:
-        rows = max(64, triton.next_power_of_2(group))
-        return PrefillConfig(rows=rows, tile=64 if head_dim <= 128 else 32, num_warps=4, num_stages=2)
-    if head_dim <= 128:  # two such programs on a multiprocessor: one multiplies while the other takes exponentials
-        return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
-    if head_dim <= 256 and _shared_memory(query.device) >= 200 << 10:
-        return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=2)
-    return PrefillConfig(rows=max(64, triton.next_power_of_2(group)), tile=32, num_warps=4, num_stages=2)
-
-
-@lru_cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may use."""
-    if device.type != "cuda":
-        return 0
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def _scale(pages: Pages) -> Tensor:

@@ -3,6 +3,8 @@
 A prompt meets every code once per tile of queries. Widening it there, in every tile, costs more than the products: 150
 TFLOP/s on an H200 where 16-bit pages reach 420. Here a step's pages are dequantized once, as many KV heads at a time as
 fit into `WORKSPACE_BYTES`. What is attended to are the values that the pages hold, rounded to the dtype of the query.
+
+16-bit pages need no workspace, but as few heads side by side: then the keys that programs read at a time share the L2.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, Page
 
 WORKSPACE_BYTES = 128 << 20
 LEAST_QUERIES = 128  # fewer do not pay for dequantizing their history
+LEAST_ROWS = 1 << 17  # queries times heads of one launch over 16-bit pages, so that it fills the GPU
 
 
 @triton.jit(do_not_specialize=["first_seq", "first_head", "window", "tables_stride"])
@@ -86,7 +89,7 @@ def slices(
     kv_heads = layer.k.tensor.shape[1]
     num_seqs, max_blocks = meta.num_seqs - meta.num_decodes, _blocks(layer, meta)
     tokens = max_blocks * layer.block_size
-    heads = -(-kv_heads // -(-kv_heads * _head_bytes(layer, meta) // WORKSPACE_BYTES))
+    heads = _heads_at_once(layer, meta)
     spaces = [query.new_empty(num_seqs * heads * tokens * pages.head_dim) for pages in (layer.k, layer.v)]
     for first in range(0, kv_heads, heads):
         count = min(heads, kv_heads - first)
@@ -96,6 +99,16 @@ def slices(
             values.append(space[: num_seqs * count * tokens * pages.head_dim].view(shape))
             _launch(values[-1], pages, meta, first, window, (max_blocks, count, num_seqs))
         yield slice(first, first + count), LayerKV(k=PlainPages(data=values[0]), v=PlainPages(data=values[1]))
+
+
+def plain_slices(query: Tensor, layer: LayerKV, meta: AttentionMetadata) -> Iterator[tuple[slice, LayerKV]]:
+    """KV heads of 16-bit pages, and these pages: all of them unless a step's keys and values exceed the workspace."""
+    assert isinstance(layer.k, PlainPages) and isinstance(layer.v, PlainPages)
+    kv_heads = layer.k.tensor.shape[1]
+    heads = max(_heads_at_once(layer, meta), LEAST_ROWS * kv_heads // (query.shape[0] * query.shape[1]))
+    for first in range(0, kv_heads, heads):
+        some = slice(first, min(first + heads, kv_heads))
+        yield some, LayerKV(k=PlainPages(data=layer.k.data[:, some]), v=PlainPages(data=layer.v.data[:, some]))
 
 
 def _launch(
@@ -130,6 +143,12 @@ def _launch(
 
 def _blocks(layer: LayerKV, meta: AttentionMetadata) -> int:
     return min(-(-meta.max_seq_len // layer.block_size), meta.block_tables.shape[1])
+
+
+def _heads_at_once(layer: LayerKV, meta: AttentionMetadata) -> int:
+    """KV heads whose 16-bit keys and values fit, spread evenly; one at least."""
+    kv_heads = layer.k.tensor.shape[1]
+    return -(-kv_heads // max(-(-kv_heads * _head_bytes(layer, meta) // WORKSPACE_BYTES), 1))
 
 
 def _head_bytes(layer: LayerKV, meta: AttentionMetadata) -> int:

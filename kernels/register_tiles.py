@@ -13,6 +13,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+INT8_BIAS = gl.constexpr(1152.0)  # an int8 code read as fp16 bits 0x6480 + code
+
 
 @gluon.constexpr_function
 def _log2(n):

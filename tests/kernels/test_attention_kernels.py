@@ -16,7 +16,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from hf_paged.kernels import decode_int4, decode_registers, prefill_workspace
-from hf_paged.kernels.decode_attention import DecodeConfig, choose_config, decode_attention
+from hf_paged.kernels.decode_attention import decode_attention
+from hf_paged.kernels.decode_config import DecodeConfig, choose_config
 from hf_paged.kernels.layout import (
     UINT4,
     AttentionMetadata,
@@ -27,7 +28,8 @@ from hf_paged.kernels.layout import (
     ScaledPages,
 )
 from hf_paged.kernels.paged_attention import paged_attention
-from hf_paged.kernels.prefill_attention import PrefillConfig, prefill_attention
+from hf_paged.kernels.prefill_attention import prefill_attention
+from hf_paged.kernels.prefill_config import PrefillConfig
 from hf_paged.kernels.reference import dequantize, dequantize_groups, gather_pages
 from hf_paged.kernels.reshape_and_cache import write_kv
 
@@ -145,6 +147,20 @@ def test_prompts_through_a_workspace_equal_the_definition(
     assert heads == [slice(0, 2), slice(2, 4)]
     assert prefill_workspace.wanted(case.query, case.layer, case.meta)
     check(run_prefill(case), definition_of_mixed(case)[case.meta.num_decodes :], shape)
+
+
+def test_heads_of_plain_pages_attend_side_by_side_or_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts take KV heads in turns, as many as the L2 serves; each must find its own pages, heads, sinks."""
+    shape = Shape(**PREFILLS, kv_heads=4, group=2, sinks=True)
+    case = make_case(shape)
+    whole = run_prefill(case)
+    monkeypatch.setattr(prefill_workspace, "WORKSPACE_BYTES", 3 * 4 * 80 * 2 * (64 + 64))
+    monkeypatch.setattr(prefill_workspace, "LEAST_ROWS", 1)
+    turns = [kv_heads for kv_heads, _ in prefill_workspace.plain_slices(case.query, case.layer, case.meta)]
+    assert turns == [slice(0, 2), slice(2, 4)]
+    result = run_prefill(case)
+    check(result, definition(case)[case.meta.num_decodes :], shape)
+    assert torch.equal(result, whole)
 
 
 def test_no_query_is_lost_when_decodes_and_prompts_end_inside_a_tile() -> None:

@@ -22,7 +22,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
-from hf_paged.kernels.decode_int4 import decode_int4_kernel, padded_heads
+from hf_paged.kernels.decode_int4 import padded_heads
+from hf_paged.kernels.decode_registers import decode_registers_kernel
 from hf_paged.kernels.write_kernel import _write_kv
 
 arch = int(sys.argv[1])
@@ -47,8 +48,8 @@ for k, v, dims, group, tile in [
     if "fp8" in (k, v) and arch < 89:
         continue
     constants = dict(GROUP=group, N=padded_heads(group), K_DIM=dims[0], V_DIM=dims[1], BLOCK_SIZE=32, TILE=tile,
-                     LEAST=2, OVERLAP=arch >= 90, WINDOW=True, SOFTCAP=True, SINKS=True)
-    made = build(decode_int4_kernel, constants, 1, GluonASTSource, out_ptr="*bf16", partial_ptr="*fp32",
+                     LEAST=2, OVERLAP=arch >= 90, INT4=True, WINDOW=True, SOFTCAP=True, SINKS=True)
+    made = build(decode_registers_kernel, constants, 1, GluonASTSource, out_ptr="*bf16", partial_ptr="*fp32",
                  lse_ptr="*fp32", q_ptr="*bf16", k_ptr=TYPES[k], v_ptr=TYPES[v], k_scale_ptr="*fp16",
                  v_scale_ptr="*fp16", **indices)
     assert made.metadata.shared == 0, made.metadata.shared

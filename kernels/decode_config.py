@@ -1,0 +1,57 @@
+"""How decode attention is launched: which kernel, tile and number of programs serve a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hf_paged.kernels import decode_int4, decode_registers
+from hf_paged.kernels.layout import LayerKV, PlainPages
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """Launch choices of the decode kernel; `eval/kernels_bench.py` sweeps them."""
+
+    tile: int  # tokens per tile, at most block_size
+    programs: int = 1  # that share the work
+    whole: bool = False  # one program for each head of a sequence, if sequences are alike (portable kernel)
+    least: int = 2  # tiles of a share, at least
+    num_warps: int = 4
+    num_stages: int = 3
+    byte_permute: bool = True  # int8 -> fp16 by inline assembly (CUDA only)
+    in_registers: bool = False  # the kernel of `decode_registers.py`, one warp per program
+    max_registers: int | None = None  # per thread, for that kernel
+    overlap: bool = False  # joining begins while the last shares are read (compute capability 9.0)
+
+
+def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int) -> DecodeConfig:
+    """Tile and programs from what a captured graph fixes: what the GPU holds at once, or as many as there is work."""
+    k, v = layer.k.tensor, layer.v.tensor
+    kv_heads, sms = k.shape[1], _num_sms(query.device)
+    overlap = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 9
+    tile = min(layer.block_size, 64 if k.shape[3] * k.element_size() <= 256 else 32)
+    num_warps = 2 if tile <= 32 else 4
+    stage = tile * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())
+    per_sm = max(1, min(12 // num_warps, 200_000 // (2 * stage)))
+    # 16-bit pages of many heads: as fast as shared memory allows, and no end of a share is waited for (4 to 6%)
+    plain = all(isinstance(pages, PlainPages) and pages.head_dim == 128 for pages in (layer.k, layer.v))
+    whole = plain and query.is_cuda and num_seqs * kv_heads >= 2 * per_sm * sms
+    config = DecodeConfig(tile=tile, num_warps=num_warps, whole=whole, overlap=overlap)
+    if decode_int4.fits(query, layer):
+        tile, registers = decode_int4.launch(layer, query.shape[1] // kv_heads)
+        per_sm = 4 * (512 // registers)
+        config = DecodeConfig(tile=tile, in_registers=True, max_registers=registers, overlap=overlap)
+    elif not whole and decode_registers.fits(query, layer):
+        tile, registers, per_sm = decode_registers.launch(layer)
+        config = DecodeConfig(tile=tile, in_registers=True, max_registers=registers, overlap=overlap)
+    most = -(-num_seqs * kv_heads * -(-max_seq_len // config.tile) // config.least)
+    return replace(config, programs=max(1, min(per_sm * sms, most)))
+
+
+@lru_cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
