@@ -7,18 +7,29 @@ Memory for one group of linears is needed on top while it is joined.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hf_paged.fused_linear import FusedLinear
-from hf_paged.quant.joined_packed import JoinedPackedLinear
+from hf_paged.quant.joined_packed import JoinedPackedLinear, input_order
 from hf_paged.quant.joined_packed import obstacle as packed_obstacle
 from hf_paged.quant.linear import PackedLinear
 
-# [..., in_features] -> one tensor per part, [..., features of the part], contiguous in their last dimension
-Projections = Callable[[Tensor], tuple[Tensor, ...]]
+
+class Projections(Protocol):
+    """`[..., in_features]` -> one tensor per part, `[..., its features]`, contiguous in their last dimension."""
+
+    @property
+    def order(self) -> Tensor | None:
+        """`[in_features]` int32, the order of input channels that `ordered` takes (act-order), where there is one."""
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]: ...
+
+    def ordered(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The same of an input whose channels lie in `order` already."""
 
 
 class JoinedLinear:
@@ -34,8 +45,12 @@ class JoinedLinear:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.product = FusedLinear(weight=weight, bias=join_parameters(biases) if biases else None)
 
+    order = None
+
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.product(x).split_with_sizes(self._sizes, -1)
+
+    ordered = __call__
 
 
 class SeparateLinears:
@@ -43,9 +58,13 @@ class SeparateLinears:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = tuple(modules)
+        self.order = None if any(map(wrapped, modules)) else input_order(modules)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(module(x) for module in self._modules)
+
+    def ordered(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(as_packed(module).ordered(x) for module in self._modules)
 
 
 class SplitLinear:
@@ -54,10 +73,20 @@ class SplitLinear:
     def __init__(self, module: nn.Module, sizes: Sequence[int]) -> None:
         self._module = module
         self._sizes = list(sizes)
+        self.order = None if wrapped(module) else input_order([module])
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         parts: tuple[Tensor, ...] = self._module(x).split(self._sizes, -1)
         return parts
+
+    def ordered(self, x: Tensor) -> tuple[Tensor, ...]:
+        return as_packed(self._module).ordered(x).split(self._sizes, -1)
+
+
+def as_packed(module: nn.Module) -> PackedLinear:
+    """One of modules that have an order."""
+    assert isinstance(module, PackedLinear), type(module)
+    return module
 
 
 def join(

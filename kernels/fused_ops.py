@@ -59,13 +59,13 @@ def add_rms_norm(
     return launch(delta, residual, norm, post)
 
 
-def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """act(gate) * up, both `[..., N]`, rows of any stride."""
+def gated_activation(gate: Tensor, up: Tensor, kind: str, order: Tensor | None = None) -> Tensor:
+    """act(gate) * up, both `[..., N]`, rows of any stride; with `order` `[N]` its channel i is channel order[i]."""
     if not gate.is_cuda:
-        return reference_fused.gated_activation(gate, up, kind)
+        return reference_fused.gated_activation(gate, up, kind, order)
     from hf_paged.kernels.gated_activation import gated_activation as launch
 
-    return launch(gate, up, kind)
+    return launch(gate, up, kind, order)
 
 
 def rope_write(

@@ -1,4 +1,7 @@
-"""Triton kernel for act(gate) * up on the two halves of one projection, or on two projections."""
+"""Triton kernel for act(gate) * up on the two halves of one projection, or on two projections.
+
+With an order of the result's channels a program has a whole row, and the channels change places in shared memory.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.gather_channels import gather_channels
 from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.overlap import begin, overlap
 
 BLOCK = 1024  # columns per program
+MAX_ORDERED = 16384  # columns that a program can hold
 
 
 @triton.jit
@@ -18,11 +23,13 @@ def _gated_activation(
     gate_ptr,  # [T, N], rows gate_stride apart
     up_ptr,  # [T, N], rows up_stride apart
     out_ptr,  # [T, N]
+    order_ptr,  # [N] int32, with ORDER
     gate_stride,
     up_stride,
     N: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
+    ORDER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     begin(OVERLAP)
@@ -40,26 +47,34 @@ def _gated_activation(
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         act = gate * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))  # (1 + tanh(inner)) / 2
     act = act.to(out_ptr.dtype.element_ty).to(tl.float32)  # the model rounds the activation, too
-    tl.store(out_ptr + row * N + d, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
+    result = (act * up).to(out_ptr.dtype.element_ty)
+    if ORDER:
+        result = tl.gather(result, tl.load(order_ptr + d, mask=mask, other=0), 0)
+    tl.store(out_ptr + row * N + d, result, mask=mask)
 
 
 @on_device
-def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+def gated_activation(gate: Tensor, up: Tensor, kind: str, order: Tensor | None) -> Tensor:
     """`reference_fused.gated_activation` on a GPU."""
     n = gate.shape[-1]
+    if order is not None and n > MAX_ORDERED:
+        return gather_channels(gated_activation(gate, up, kind, None), order)
+    block = BLOCK if order is None else triton.next_power_of_2(n)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gate_rows, up_rows = gate.reshape(-1, n), up.reshape(-1, n)
     assert gate_rows.stride(1) == up_rows.stride(1) == 1, (gate.stride(), up.stride())
-    _gated_activation[(gate_rows.shape[0], triton.cdiv(n, BLOCK))](
+    _gated_activation[(gate_rows.shape[0], triton.cdiv(n, block))](
         gate_rows,
         up_rows,
         out,
+        gate_rows if order is None else order,
         gate_rows.stride(0),
         up_rows.stride(0),
         N=n,
         KIND=kind,
-        BLOCK=BLOCK,
-        num_warps=4,
+        BLOCK=block,
+        ORDER=order is not None,
+        num_warps=min(max(block // 256, 4), 16),
         **overlap(out),
     )
     return out

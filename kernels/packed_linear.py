@@ -67,9 +67,10 @@ def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: 
     fits = fits_kernel(weight.field_bits, weight.group_size, weight.in_features)
     if rows <= MAX_FUSED_ROWS and x.dtype in (torch.float16, torch.bfloat16) and fits:
         return _portable(x, weight, bias, locks)
+    from hf_paged.kernels.gather_channels import gather_channels
     from hf_paged.kernels.weight_dequantize import dequantize
 
-    gathered = x if weight.perm is None else x.index_select(1, weight.perm)
+    gathered = x if weight.perm is None else gather_channels(x, weight.perm)
     return torch.nn.functional.linear(gathered, dequantize(weight, x.dtype), bias)
 
 

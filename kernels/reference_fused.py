@@ -37,6 +37,7 @@ class RMSNorm:
     eps: float
     offset: float
     cast_first: bool
+    order: Tensor | None = None  # [N] int32: channel i of the result is channel order[i]; None: as they come
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,10 @@ def rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
     h = x.float()
     h = h * h.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_()
     if norm.cast_first:
-        return (norm.weight + norm.offset if norm.offset else norm.weight) * h.to(x.dtype)
-    return (h * (norm.offset + norm.weight.float())).to(x.dtype)
+        out = (norm.weight + norm.offset if norm.offset else norm.weight) * h.to(x.dtype)
+    else:
+        out = (h * (norm.offset + norm.weight.float())).to(x.dtype)
+    return out if norm.order is None else out.index_select(-1, norm.order)
 
 
 def add_rms_norm(
@@ -71,9 +74,10 @@ def add_rms_norm(
     return total, None if norm is None else rms_norm(total, norm)
 
 
-def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """act(gate) * up, both `[..., N]`; `kind` is a key of `ACTIVATIONS`."""
-    return ACTIVATIONS[kind](gate) * up
+def gated_activation(gate: Tensor, up: Tensor, kind: str, order: Tensor | None = None) -> Tensor:
+    """act(gate) * up, both `[..., N]`; `kind` is a key of `ACTIVATIONS`, `order` `[N]` int32 as that of a norm."""
+    out = ACTIVATIONS[kind](gate) * up
+    return out if order is None else out.index_select(-1, order)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: Rope, derived: dict[Any, Any] | None = None) -> Tensor:

@@ -39,6 +39,7 @@ def _rms_norm(
     weight_ptr,  # [N]
     sum_ptr,  # [num_rows, N]
     out_ptr,  # [num_rows, N]
+    order_ptr,  # [N] int32, with ORDER
     num_rows,
     x_stride,
     post_eps,
@@ -53,6 +54,7 @@ def _rms_norm(
     NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     CAST_FIRST: tl.constexpr,
+    ORDER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     begin(OVERLAP)
@@ -67,6 +69,8 @@ def _rms_norm(
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         weight = tl.load(weight_ptr + d, mask=d < N, other=0.0)
+    if ORDER:
+        order = tl.load(order_ptr + d, mask=d < N, other=0)
     if POST:
         post = tl.load(post_ptr + d, mask=d < N, other=0.0)
         x = normalise(x, post, post_eps, N, POST_OFFSET, POST_CAST_FIRST, DTYPE)
@@ -74,8 +78,12 @@ def _rms_norm(
         x = (residual + x).to(DTYPE).to(tl.float32)
         tl.store(sum_ptr + at, x.to(DTYPE), mask=mask)
     if NORM:
-        x = normalise(x, weight, eps, N, OFFSET, CAST_FIRST, DTYPE)
-        tl.store(out_ptr + at, x.to(DTYPE), mask=mask)
+        y = normalise(x, weight, eps, N, OFFSET, CAST_FIRST, DTYPE).to(DTYPE)
+        if ORDER:
+            # one dimension: with two the compiler keeps each row in a warp, at thousands of instructions
+            at_source = tl.reshape(tl.arange(0, ROWS)[:, None] * BLOCK + order, (ROWS * BLOCK,))
+            y = tl.reshape(tl.gather(tl.reshape(y, (ROWS * BLOCK,)), at_source, 0), (ROWS, BLOCK))
+        tl.store(out_ptr + at, y, mask=mask)
 
 
 @on_device
@@ -113,6 +121,7 @@ def _launch(
         rows if norm is None else norm.weight,
         total,
         out,
+        rows if norm is None or norm.order is None else norm.order,
         rows.shape[0],
         rows.stride(0),
         0.0 if post is None else post.eps,
@@ -127,6 +136,7 @@ def _launch(
         NORM=norm is not None,
         OFFSET=0.0 if norm is None else norm.offset,
         CAST_FIRST=norm is not None and norm.cast_first,
+        ORDER=norm is not None and norm.order is not None,
         num_warps=min(max(block * rows_per_program // 256, 1), 16),  # 8 elements a thread: one 16-byte load
         **overlap(rows),
     )

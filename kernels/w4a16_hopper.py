@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels.cuda_kernel import CudaKernel, nvrtc
+from hf_paged.kernels.gather_channels import gather_channels
 from hf_paged.kernels.packed_weight import PackedWeight
 
 logger = logging.getLogger(__name__)
 
 STEP = 128  # channels of a unit
 MAX_HOPPER_ROWS = 256  # above, cuBLAS on dequantized weights is faster (`eval/weights_bench.py`)
-MAX_GATHERED = 16  # most tokens of a tile that is gathered by `perm` in the kernel
+MAX_GATHERED = 2  # most tokens that are gathered by `perm` in the kernel: 1.4 microseconds each, a kernel before it 2
 _SHARED_BYTES = 227 * 1024 - 1024  # of one program, less what the compiler takes
 _MOST_STAGES = 12
 _SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -155,8 +156,8 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Te
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
     perm = weight.perm
-    if perm is not None and (tiles.many or tiles.block_m > MAX_GATHERED):
-        x, perm = x.index_select(1, perm), None
+    if perm is not None and (tiles.many or x.shape[0] > MAX_GATHERED):
+        x, perm = gather_channels(x, perm), None
     (m, k), n = x.shape, weight.out_features
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     variant = Variant(

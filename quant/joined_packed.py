@@ -8,6 +8,7 @@ packed weights do not train, nobody writes them. With act-order the linears must
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +43,29 @@ class JoinedPackedLinear:
         self._bias = join_rows(biases) if biases else None
         self._locks = torch.zeros(lock_count(sum(self._sizes)), dtype=torch.int32, device=first.packed.device)
 
+    @property
+    def order(self) -> Tensor | None:
+        """`[K]` int32, the order of input channels that `ordered` takes, where there is one."""
+        return self._weight.perm
+
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        out = packed_linear(x.reshape(-1, x.shape[-1]), self._weight, self._bias, self._locks)
+        return self._product(x, self._weight)
+
+    def ordered(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The products of an input whose channels lie in `order` already."""
+        return self._product(x, replace(self._weight, perm=None))
+
+    def _product(self, x: Tensor, weight: PackedWeight) -> tuple[Tensor, ...]:
+        out = packed_linear(x.reshape(-1, x.shape[-1]), weight, self._bias, self._locks)
         return out.view(*x.shape[:-1], -1).split(self._sizes, -1)
+
+
+def input_order(modules: Sequence[nn.Module]) -> Tensor | None:
+    """The order in which all of `modules` take their input channels through `ordered`, None where there is none."""
+    linears = [module for module in modules if type(module) is PackedLinear]
+    if len(linears) != len(modules) or not all(_same_order(linear.perm, linears[0].perm) for linear in linears):
+        return None
+    return linears[0].perm
 
 
 def obstacle(modules: Sequence[nn.Module]) -> str | None:

@@ -10,6 +10,7 @@ built at the first forward; `cpu_cache = False` trades it for unpacking at every
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -96,27 +97,30 @@ class PackedLinear(nn.Module):
         flat = x.reshape(-1, self.in_features)
         if x.is_cuda or torch.compiler.is_compiling():
             out = packed_linear(flat, self.packed_weight, self.bias, self.locks)
+            return out.view(*x.shape[:-1], self.out_features)
+        return self.ordered(x if self.perm is None else x.index_select(-1, self.perm))
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """The forward of an input whose channels lie in the order of `perm` already."""
+        flat = x.reshape(-1, self.in_features)
+        if x.is_cuda or not self.cpu_cache:
+            out = packed_linear(flat, replace(self.packed_weight, perm=None), self.bias, self.locks)
         else:
-            out = self._forward_cpu(flat)
+            out = self._from_plain_copy(flat)
         return out.view(*x.shape[:-1], self.out_features)
 
-    def _forward_cpu(self, x: Tensor) -> Tensor:
-        if not self.cpu_cache:
-            return packed_linear(x, self.packed_weight, self.bias, self.locks)
-        gathered = x if self.perm is None else x.index_select(1, self.perm)
+    def _from_plain_copy(self, x: Tensor) -> Tensor:
         if x.dtype == torch.bfloat16 and x.shape[0] <= _INT4_MAX_ROWS and self._fits_int4():
             if self.on_cpu.int4 is None:
                 with torch.inference_mode(False):
                     self.on_cpu.int4 = _int4_weights(self.packed_weight)
             words, scales = self.on_cpu.int4
-            out = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                gathered.contiguous(), words, self.layout.group_size, scales
-            )
+            out = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), words, self.layout.group_size, scales)
             return out if self.bias is None else out + self.bias
         if self.on_cpu.dense is None or self.on_cpu.dense.dtype != x.dtype:
             with torch.inference_mode(False):
                 self.on_cpu.dense = dequantize_reference(self.packed_weight, x.dtype)
-        return nn.functional.linear(gathered, self.on_cpu.dense, self.bias)
+        return nn.functional.linear(x, self.on_cpu.dense, self.bias)
 
     def _fits_int4(self) -> bool:
         group = self.layout.group_size

@@ -151,7 +151,7 @@ def random_integers(cell: Cell, n: int, k: int, seed: int = 0) -> Integers:
     scales = ((torch.rand(groups, n, generator=generator) + 0.5) / levels / k**0.5).to(cell.scales)
     g_idx = torch.arange(k, dtype=torch.int32) // group_size
     if cell.act_order:
-        g_idx = g_idx[torch.randperm(k, generator=generator)]
+        g_idx = g_idx[torch.randperm(k, generator=torch.Generator().manual_seed(seed))]  # whatever `n` is
     return Integers(codes=codes, zeros=zeros, scales=scales, g_idx=g_idx)
 
 
@@ -245,7 +245,8 @@ def write_model(
         transposed = isinstance(module, Conv1D)
         if one.kind.startswith("awq") and weight.shape[0] % 8:
             continue  # AWQ packs eight output channels in a word: tools leave such a layer plain
-        integers = quantize(weight.t() if transposed else weight, one, seed=len(key))
+        # linears of one input have one channel order, since they share its Hessian
+        integers = quantize(weight.t() if transposed else weight, one, seed=len(base.rpartition(".")[0]))
         value = integers.dequantize().to(weight.dtype)
         dense[key] = (value.t() if transposed else value).contiguous()
         del packed[key]

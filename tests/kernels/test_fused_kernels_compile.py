@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_paged.kernels.gated_activation import _gated_activation
+from hf_paged.kernels.gather_channels import _gather_channels
 from hf_paged.kernels.rms_norm import _rms_norm
 from hf_paged.kernels.rope_write import _rope_write
 
@@ -42,13 +43,23 @@ for dtype, form in (("bf16", (0.0, True)), ("fp16", (1.0, False))):
     flags = dict(POST=True, POST_OFFSET=form[0], POST_CAST_FIRST=form[1], ADD=True,
                  NORM=True, OFFSET=form[0], CAST_FIRST=form[1])
     rows = dict.fromkeys(["x_ptr", "residual_ptr", "post_ptr", "weight_ptr", "sum_ptr", "out_ptr"], "*" + dtype)
-    constants = dict(N=4096, BLOCK=4096, ROWS=1, **flags)
-    ptx = build(_rms_norm, rows, ["num_rows", "x_stride"], ["post_eps", "eps"], constants, 16)
-    assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
+    for order in (False, True):
+        constants = dict(N=4096, BLOCK=4096, ROWS=1, ORDER=order, **flags)
+        pointers = {**rows, "order_ptr": "*i32"}
+        ptx = build(_rms_norm, pointers, ["num_rows", "x_stride"], ["post_eps", "eps"], constants, 16)
+        assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
+        assert ptx.count("shfl") < 32, ptx  # an order in shared memory, not lane by lane
 for kind in ("silu", "gelu", "gelu_tanh"):
-    pointers = dict.fromkeys(["gate_ptr", "up_ptr", "out_ptr"], "*bf16")
-    ptx = build(_gated_activation, pointers, ["gate_stride", "up_stride"], [], dict(N=11008, KIND=kind, BLOCK=1024), 4)
+    pointers = {**dict.fromkeys(["gate_ptr", "up_ptr", "out_ptr"], "*bf16"), "order_ptr": "*i32"}
+    constants = dict(N=11008, KIND=kind, BLOCK=1024, ORDER=False)
+    ptx = build(_gated_activation, pointers, ["gate_stride", "up_stride"], [], constants, 4)
     assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
+constants = dict(N=11008, KIND="silu", BLOCK=16384, ORDER=True)
+ptx = build(_gated_activation, pointers, ["gate_stride", "up_stride"], [], constants, 16)
+assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
+pointers = {"x_ptr": "*bf16", "out_ptr": "*bf16", "order_ptr": "*i32"}
+ptx = build(_gather_channels, pointers, [], [], dict(K=8192, BLOCK=8192), 16)
+assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
 FULL = dict(ROTARY_DIM=128, INTERLEAVED=False)
 PLAIN = dict(TRANSFORM=False, V_OFFSET=False, K_ROTATION=1, V_ROTATION=1)
 SMOOTH = dict(TRANSFORM=True, V_OFFSET=True, K_ROTATION=1, V_ROTATION=1)

@@ -20,10 +20,16 @@ def joined(rows: int, size: int, dtype: torch.dtype) -> Tensor:
     return x.to(DEVICE, dtype)
 
 
-def check(gate: Tensor, up: Tensor, kind: str) -> None:
+def order_of(size: int) -> Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.int32)
+
+
+def check(gate: Tensor, up: Tensor, kind: str, order: Tensor | None = None) -> None:
     """fp32: an exponential or erf is off by a few 2^-23 of values up to 1, times gate and up. 16 bits: two roundings,
     each of which that may turn by one step."""
-    actual, expected = gated_activation(gate, up, kind), reference_fused.gated_activation(gate, up, kind)
+    actual, expected = gated_activation(gate, up, kind, order), reference_fused.gated_activation(gate, up, kind, order)
+    if order is not None:
+        gate, up = gate.index_select(-1, order), up.index_select(-1, order)
     assert actual.shape == expected.shape and actual.dtype == expected.dtype and actual.is_contiguous()
     bound = (2.0**-20 * gate.double().abs() * up.double().abs()).clamp(min=1e-30)
     if gate.dtype != torch.float32:
@@ -50,7 +56,7 @@ def test_two_projections_and_leading_dimensions() -> None:
 def test_the_two_gelus_are_told_apart() -> None:
     gate = torch.linspace(-3, 3, 64, device=DEVICE)[None]
     one = torch.ones_like(gate)
-    difference = gated_activation(gate, one, "gelu") - gated_activation(gate, one, "gelu_tanh")
+    difference = gated_activation(gate, one, "gelu", None) - gated_activation(gate, one, "gelu_tanh", None)
     assert 2e-4 < difference.abs().max() < 1e-3
 
 
@@ -60,6 +66,14 @@ def test_the_two_gelus_are_told_apart() -> None:
 @pytest.mark.parametrize("rows", [1, 64, 2048])
 def test_real_sizes_on_the_gpu(rows: int, size: int, dtype: torch.dtype) -> None:
     check(*joined(rows, size, dtype).chunk(2, -1), "silu")
+    check(*joined(rows, size, dtype).chunk(2, -1), "silu", order_of(size))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("size", [96, 1100])
+def test_channels_in_the_order_of_the_weight_behind(size: int) -> None:
+    """What an act-order down projection reads: one channel that changes places wrongly is a wrong model."""
+    check(*joined(3, size, torch.float16).chunk(2, -1), "silu", order_of(size))
 
 
 @pytest.mark.gpu
@@ -69,7 +83,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     x = torch.zeros(rows, 2 * size, dtype=torch.bfloat16, device="cuda")
     x[-1] = 2.0
     gate, up = x.chunk(2, -1)
-    out = gated_activation(gate, up, "silu")
+    out = gated_activation(gate, up, "silu", None)
     assert out[0].abs().max() == 0
     check(gate[-1:], up[-1:], "silu")
     torch.testing.assert_close(out[-1:], reference_fused.gated_activation(gate[-1:], up[-1:], "silu"))

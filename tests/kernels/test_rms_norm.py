@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,6 +45,18 @@ def test_every_form_rounds_where_the_model_does(form: tuple[float, bool], dtype:
     x = random(5, 96, dtype=dtype) * 30
     norm = norm_of(96, dtype, form)
     assert_close(rms_norm.rms_norm(x, norm), reference_fused.rms_norm(x, norm), 2)
+
+
+@pytest.mark.parametrize("size", [8, 80, 2050])
+def test_channels_in_the_order_of_the_weight_behind(size: int) -> None:
+    """Act-order weights read the norm's channels in an order of theirs; the sum beside it keeps its own."""
+    x, delta = (random(3, size, dtype=torch.float16, seed=seed) for seed in (0, 3))
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.int32)
+    norm = replace(norm_of(size, torch.float16, FORMS[0]), order=order)
+    assert_close(rms_norm.rms_norm(x, norm), reference_fused.rms_norm(x, norm), 2)
+    total, normed = rms_norm.add_rms_norm(delta, x, norm, None)
+    assert torch.equal(total, x + delta)
+    assert_close(normed, reference_fused.rms_norm(total, replace(norm, order=None)).index_select(-1, order), 2)
 
 
 @pytest.mark.parametrize("size", [8, 80, 1000, 2050])
