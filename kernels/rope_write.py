@@ -76,6 +76,12 @@ def _rotated_rows(
 
 
 @triton.jit
+def _reciprocal(power):
+    """Of powers of two, exactly: their exponent mirrored at that of 1."""
+    return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _rope_write(
     q_ptr,  # [T, Q_HEADS, HEAD_DIM], contiguous channels
     k_ptr,  # [T, KV_HEADS, HEAD_DIM], contiguous channels
@@ -174,7 +180,7 @@ def _rope_write(
             )  # fmt: skip
             k_mask = live[:, None] & (d < HEAD_DIM)[None, :]
             if TRANSFORM:
-                k = hadamard_tile(tl.div_rn(k.to(tl.float32) - k_offset, k_factor), K_ROTATION)
+                k = hadamard_tile((k.to(tl.float32) - k_offset) * _reciprocal(k_factor), K_ROTATION)
             store_tile(
                 k, k_mask, live, k_pages_ptr, k_scale_ptr, block, row_in_block, k_stride, k_scale_stride,
                 d, HEAD_DIM, K_CODE_MAX,

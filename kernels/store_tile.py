@@ -41,7 +41,7 @@ def store_tile(
             finite = exact <= 65504.0
             scale = _half_above(tl.where(finite, exact, 0.0))
             divisor = tl.where(scale > 0, scale.to(tl.float32), 1.0)
-            codes = tl.div_rn(tl.where(finite[:, None], x, 0.0), tl.broadcast_to(divisor[:, None], x.shape))
+            codes = _divide(tl.where(finite[:, None], x, 0.0), divisor)
             if pages_ptr.dtype.element_ty == tl.int8:
                 codes = _round(codes).to(tl.int8)
             else:
@@ -88,6 +88,18 @@ def _store_groups(
         mask = live[:, None] & ((d >= HALF) & (d < HEAD_DIM))[None, :]
         first = tl.load(at, mask=mask, other=0).to(tl.int32)
         tl.store(at, (first | codes << 4).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _divide(x, divisor):
+    """Rows `x` over `divisor` `[ROWS]`, fp16 values, to the bit what IEEE division gives (Markstein): the quotient by
+    the rounded reciprocal, and what it lacks. Few instructions an element instead of a dozen.
+    """
+    reciprocal = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)[:, None]
+    quotient = x * reciprocal
+    lacks = tl.fma(-quotient, tl.broadcast_to(divisor[:, None], x.shape), x)
+    exact = tl.fma(lacks, tl.broadcast_to(reciprocal, x.shape), quotient)
+    return tl.where(quotient == 0, quotient, exact)  # keeps the sign of -0
 
 
 @triton.jit
