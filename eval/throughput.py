@@ -75,8 +75,10 @@ def measure_throughput(
     sampled: bool = False,
     repeats: int = 5,
 ) -> Iterator[Result]:
-    """Measure an engine of `make_llm` and each of `baselines`: "dense" (`generate`) or "native" (`generate_batch`, two
-    systems: with its defaults, and tuned). Ours warms up on outputs of a quarter, a baseline on its first requests.
+    """Measure an engine of `make_llm` and each of `baselines`: "dense" (`generate`), "native" (`generate_batch`, two
+    systems: with a bounded pool, and tuned) or "native-as-called" (with nothing set).
+
+    Ours warms up on outputs of a quarter, a baseline on its first requests.
 
     Args:
         sampled: measure our engine also at temperature 0.8 and top-p 0.95.
@@ -89,7 +91,7 @@ def measure_throughput(
     if sampled:
         systems.append(_paged(llm, workload, name="hf_paged, sampled", temperature=0.8, top_p=0.95))
     for name in baselines:
-        systems += [_dense(llm, workload)] if name == "dense" else _natives(llm, workload)
+        systems += [_dense(llm, workload)] if name == "dense" else _natives(llm, workload, name)
     for system in systems:
         system.warm_up()
     runs = [_checked(system, workload) for system in systems]
@@ -197,31 +199,33 @@ def _dense(llm: LLM, workload: Workload) -> _System:
     )
 
 
-def _natives(llm: LLM, workload: Workload) -> list[_System]:
-    """`generate_batch` as a user calls it, and with prefix sharing off, which these prompts have no use for.
+def _natives(llm: LLM, workload: Workload, baseline: str) -> list[_System]:
+    """`generate_batch` with nothing set ("native-as-called"), or bounded and tuned ("native").
 
-    In both the pool is sized by the work, and a step holds the 8,192 tokens of the default: left alone, pool or step
-    take most of the memory, which on a CPU takes minutes to fill and leaves none to the other systems.
+    With nothing set, its pool and the mask of its steps are sized by 90% of all memory, whatever the work: the mask of
+    8,192 tokens times the whole pool is filled at every call, and other systems find little left. Bounded is the same
+    with a pool of the size of the work. Tuned is without prefix sharing too, which these prompts have no use for, and
+    on a CPU with steps of 512 tokens: it computes scores of all tokens of a step with all keys of the batch.
     """
+    if baseline == "native-as-called":
+        return [_native(llm, workload, "native, as called", None)]
+    lengths = (prompt + max(workload.output_lens) for prompt in workload.prompt_lens)
+    blocks = sum(-(-length // _NATIVE_BLOCK_SIZE) for length in lengths) + 8
+    step = 512 if llm.model.device.type == "cpu" else 8192  # its default
+    bounded = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=8192)
+    tuned = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=step, allow_block_sharing=False)
     return [
-        _native(llm, workload, "native, defaults", allow_block_sharing=True),
-        _native(llm, workload, "native, tuned", allow_block_sharing=False),
+        _native(llm, workload, "native, bounded", bounded),
+        _native(llm, workload, "native, tuned", tuned),
     ]
 
 
-def _native(llm: LLM, workload: Workload, name: str, *, allow_block_sharing: bool) -> _System:
+def _native(llm: LLM, workload: Workload, name: str, batching: ContinuousBatchingConfig | None) -> _System:
     prompts = workload.prompts(llm.engine.vocab_size)
     new_tokens = max(workload.output_lens)
     if min(workload.output_lens) != new_tokens:
         raise ValueError(f"workload {workload.name} has outputs of different lengths; native allows one max_new_tokens")
     generation = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    blocks = sum(-(-(len(prompt) + new_tokens) // _NATIVE_BLOCK_SIZE) for prompt in prompts)
-    batching = ContinuousBatchingConfig(
-        block_size=_NATIVE_BLOCK_SIZE,
-        num_blocks=blocks + 8,
-        max_batch_tokens=8192,
-        allow_block_sharing=allow_block_sharing,
-    )
     generate_batch: Any = llm.model.generate_batch
 
     def run(some: Sequence[list[int]]) -> int:

@@ -36,6 +36,7 @@ class Kernel(str, Enum):
 class Baseline(str, Enum):
     dense = "dense"
     native = "native"
+    native_as_called = "native-as-called"
 
 
 BenchModel = Annotated[
@@ -80,7 +81,10 @@ def throughput(
     new_tokens: OutputTokens = None,
     baseline: Annotated[
         list[Baseline] | None,
-        typer.Option(help="Also dense generate or native generate_batch (as it is and tuned); may be repeated."),
+        typer.Option(
+            help="Also dense generate, native generate_batch with a bounded pool and tuned, or that with nothing set, "
+            "which takes most of the memory; may be repeated."
+        ),
     ] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Also at temperature 0.8 and top-p 0.95.")] = False,
     repeats: Repeats = 5,

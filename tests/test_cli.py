@@ -367,7 +367,7 @@ def test_bench_throughput_measures_its_systems_and_ends_with_json(model_path: Pa
     assert result.exit_code == 0, result.stderr
     record = json.loads(result.stdout.splitlines()[-1])
     systems = [(row["system"], row["kv_cache"]) for row in record["results"]]
-    natives = [("native, defaults", "auto"), ("native, tuned", "auto")]
+    natives = [("native, bounded", "auto"), ("native, tuned", "auto")]
     assert systems == [("hf_paged", "int8"), ("dense", "auto"), *natives]
     assert all(0 < row["tokens_per_s"] < row["ceiling"] for row in record["results"])
 

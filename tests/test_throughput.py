@@ -1,0 +1,40 @@
+"""The systems that `hf-paged bench throughput` compares."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from model_zoo import tiny_model
+
+from hf_paged.eval.machine import Machine
+from hf_paged.eval.throughput import make_llm, measure_throughput
+from hf_paged.eval.workload import make_workload
+
+
+def test_a_row_of_the_native_path_has_set_what_its_name_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar against the path as users call it must not be met by, or missed against, a path that was tuned."""
+    model = tiny_model("llama")
+    work = make_workload("ragged3", prompt_tokens="8..24", new_tokens="4")
+    configs: list[Any] = []
+
+    def generate_batch(inputs: list[list[int]], **options: Any) -> dict[int, Any]:
+        configs.append(options.pop("continuous_batching_config"))
+        assert list(options) == ["generation_config"]
+        return {i: SimpleNamespace(generated_tokens=[0] * 4) for i in range(len(inputs))}
+
+    monkeypatch.setattr(model, "generate_batch", generate_batch, raising=False)
+    llm, machine = make_llm(model, [work], {}), Machine(name="any", bytes_per_s=1e9, flops_per_s=1e9)
+    names = ["native-as-called", "native"]
+    results = list(measure_throughput(llm, work, machine, baselines=names, repeats=1))
+    assert [result.system for result in results] == [
+        "hf_paged",
+        "native, as called",
+        "native, bounded",
+        "native, tuned",
+    ]
+    as_called, bounded, tuned = configs[-3:]
+    assert as_called is None
+    assert (bounded.num_blocks, bounded.max_batch_tokens, bounded.allow_block_sharing) == (3 + 8, 8192, True)
+    assert (tuned.num_blocks, tuned.max_batch_tokens, tuned.allow_block_sharing) == (3 + 8, 512, False)
