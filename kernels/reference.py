@@ -33,6 +33,7 @@ from hf_paged.kernels.layout import (
 T = TypeVar("T")
 
 SCRATCH_ELEMENTS = 1 << 24  # attention scores held at once by a prefill chunk: 64 MB in fp32
+_KEY_TILE = 512  # keys that torch's attention takes at once on a CPU, after one another
 _GROUP_ROWS = 4  # decode rows that are at least worth a gather and an attention of their own
 _SIMILAR = 0.75  # a row shorter than this share of its group's longest starts another group
 
@@ -220,7 +221,8 @@ def paged_attention(
         rows = slice(starts[i], starts[i + 1])
         if rows.stop > rows.start and seq_lens[i]:
             own = q[rows].to(compute)
-            out[rows] = _prefill(own, layer, meta.block_tables[i], seq_lens[i], scale, window, softcap, sinks)
+            tile = _KEY_TILE if own.dtype == query.dtype and softcap is None and sinks is None else 1
+            out[rows] = _prefill(own, layer, meta.block_tables[i], seq_lens[i], scale, window, softcap, sinks, tile)
     return out
 
 
@@ -262,24 +264,29 @@ def _decode_keys(seq_lens: Tensor, tables: Tensor, block_size: int, window: int 
 class _DecodeGroups:
     """The single queries of a step in groups of similar length: each is gathered and computed at its own longest."""
 
-    order: Tensor  # [B] int64, rows from long to short
-    place: Tensor  # [B] int64, where each row is in `order`
+    order: Tensor | None  # [B] int64, rows from long to short; None = one group, rows as they are
+    place: Tensor | None  # [B] int64, where each row is in `order`
     groups: tuple[tuple[slice, _DecodeKeys], ...]  # of `order`
 
 
 def _decode_groups(meta: AttentionMetadata, block_size: int, window: int | None) -> _DecodeGroups:
-    seq_lens, order = meta.seq_lens[: meta.num_decodes].long().sort(descending=True)
-    tables = meta.block_tables[order]
-    lengths = seq_lens.tolist()
+    seq_lens, tables = meta.seq_lens[: meta.num_decodes].long(), meta.block_tables[: meta.num_decodes]
+    sorted_lens, order = seq_lens.sort(descending=True)
+    lengths = sorted_lens.tolist()
     starts = [0]
     for i, length in enumerate(lengths):
         if i - starts[-1] >= _GROUP_ROWS and length < _SIMILAR * lengths[starts[-1]]:
             starts.append(i)
+    if len(starts) == 1:
+        keys = _decode_keys(seq_lens, tables, block_size, window)
+        return _DecodeGroups(order=None, place=None, groups=((slice(None), keys),))
     slices = [slice(*ends) for ends in zip(starts, [*starts[1:], len(lengths)], strict=True)]
     return _DecodeGroups(
         order=order,
         place=order.argsort(),
-        groups=tuple((rows, _decode_keys(seq_lens[rows], tables[rows], block_size, window)) for rows in slices),
+        groups=tuple(
+            (rows, _decode_keys(sorted_lens[rows], tables[order[rows]], block_size, window)) for rows in slices
+        ),
     )
 
 
@@ -295,9 +302,10 @@ def _decode(
     """One query per sequence: `q` `[B, kv_heads, group, head_dim]` -> `[B, heads, v_head_dim]`."""
     which = ("decode groups", layer.block_size, window)
     plan = once(meta.derived, which, lambda: _decode_groups(meta, layer.block_size, window))
-    q = q[plan.order]
+    if plan.order is not None:
+        q = q[plan.order]
     out = [_decode_group(q[rows], layer, keys, scale, softcap, sinks) for rows, keys in plan.groups]
-    return torch.cat(out)[plan.place]
+    return out[0] if plan.place is None else torch.cat(out)[plan.place]
 
 
 def _decode_group(
@@ -322,28 +330,41 @@ def _prefill(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    tile: int,
 ) -> Tensor:
-    """The queries of one sequence: `q` `[q_len, kv_heads, group, head_dim]` -> `[q_len, heads, v_head_dim]`."""
+    """The queries of one sequence: `q` `[q_len, kv_heads, group, head_dim]` -> `[q_len, heads, v_head_dim]`.
+
+    Keys are taken in whole tiles, counted from position 0, zeros where there are none: with a tile of `_KEY_TILE` a row
+    is summed in the same order, to the same bits, however a prompt is cut. 16-bit rows, and layers that torch's
+    blockwise kernel does not take, do without (`tile` 1).
+    """
     q_len, heads, head_dim = q.shape[0], q.shape[1] * q.shape[2], q.shape[3]
     history = seq_len - q_len  # position of the first query
     if window and window >= seq_len:
         window = None
-    first = max(history - window + 1, 0) // layer.block_size if window else 0
-    start = first * layer.block_size  # position of the first gathered key
-    table = table[first : -(-seq_len // layer.block_size)].long()
-    k, v = (x[0, :, None, : seq_len - start] for x in _gather_layer(layer, table[None], q.dtype))
+    visible = max(history - window + 1, 0) // layer.block_size if window else 0  # first block that a query sees
+    start = visible * layer.block_size // tile * tile  # position of the first key here
+    first, stop = start // layer.block_size, -(-seq_len // layer.block_size)
+    length = -(-(seq_len - start) // tile) * tile
+    missing = (visible - first, -(-length // layer.block_size) - (stop - first))
+    blocks = F.pad(table[visible:stop].long(), missing)  # with the null block, which holds zeros
+    k, v = (x[0, :, None, :length] for x in _gather_layer(layer, blocks[None], q.dtype))
+    if start + length > seq_len:  # the last block holds what was there before
+        k[:, :, seq_len - start :] = v[:, :, seq_len - start :] = 0.0
     group_sinks = None if sinks is None else sinks.unsqueeze(-1)
     q = q.permute(1, 2, 0, 3)  # [kv_heads, group, q_len, head_dim]
     fused = softcap is None and sinks is None and v.shape[-1] == head_dim  # torch's blockwise kernel: no score scratch
-    if fused and window is None and history == 0:
+    if fused and window is None and history == 0 and tile == 1:
         return _attend(q, k, v, None, scale, None, None, causal=True).permute(2, 0, 1, 3).flatten(1, 2)
     out = []
     chunk = min(max(SCRATCH_ELEMENTS // (heads * (seq_len - start)), 32), 256)
     for i in range(0, q_len, chunk):
         rows = q[:, :, i : i + chunk]
-        end = history + i + rows.shape[2]  # keys at and after it are in every row's future
-        low = max(history + i - window + 1, start) if window else start
-        query_positions = torch.arange(history + i, end, device=q.device)[:, None]
+        last = history + i + rows.shape[2]  # keys at and after it are in every row's future
+        low, end = start, -(-last // tile) * tile
+        if window:
+            low = max(history + i - window + 1, start) // tile * tile
+        query_positions = torch.arange(history + i, last, device=q.device)[:, None]
         key_positions = torch.arange(low, end, device=q.device)
         mask = key_positions <= query_positions
         if window:
