@@ -18,13 +18,14 @@ from hf_paged.quant.fp8 import FP8_SUFFIXES
 from hf_paged.quant.header import torch_dtype
 from hf_paged.quant.layout import PACKED_SUFFIXES
 from hf_paged.quant.linear import PackedLinear, packed_parameters
+from hf_paged.quant.mapped_files import MappedFiles
 
 
 class Repack(ConversionOps):
     """File tensors of one module -> its packed parameters."""
 
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
+    def __init__(self, problems: list[str], files: MappedFiles) -> None:
+        self.problems, self.files = problems, files
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Repack:
         return self  # Transformers copies the converter per module; the list of problems is one
@@ -38,6 +39,8 @@ class Repack(ConversionOps):
         module = model.get_submodule(name)
         tensors = {pattern.removesuffix("$").rpartition(".")[2]: values for pattern, values in input_dict.items()}
         parameters = self._parameters(name, module, tensors)
+        copied = [value for values in tensors.values() for value in values if value.device.type != "cpu"]
+        self.files.was_copied(sum(value.nbytes for value in copied))
         out: dict[str, Tensor] = {}
         for suffix, value in parameters.items():
             if value is None:
@@ -76,13 +79,14 @@ class Keep(ConversionOps):
         return input_dict
 
 
-def converters(problems: list[str], *, fp8_experts: bool) -> list[WeightConverter]:
+def converters(problems: list[str], files: MappedFiles, *, fp8_experts: bool) -> list[WeightConverter]:
     """One converter for linears and one per expert projection name; experts first, since the first match wins."""
-    suffixes = [*PACKED_SUFFIXES, *(FP8_SUFFIXES if fp8_experts else ())]
+    repack = Repack(problems, files)
+    target = "weight" if fp8_experts else "packed"
+    suffixes = dict.fromkeys([*PACKED_SUFFIXES, *(FP8_SUFFIXES if fp8_experts else ())])
     made = []
     for projection in sum(PROJECTIONS, ()):
-        target = "weight" if fp8_experts else "packed"
-        sources = [f".experts.*.{projection}.{suffix}$" for suffix in dict.fromkeys(suffixes)]
-        made.append(WeightConverter(sources, rf"\.experts\.{projection}\.{target}", operations=[Repack(problems)]))
-    made.append(WeightConverter([rf"\.{s}$" for s in PACKED_SUFFIXES], r"\.packed", operations=[Repack(problems)]))
-    return made
+        sources = [f".experts.*.{projection}.{suffix}$" for suffix in suffixes]
+        made.append(WeightConverter(sources, rf"\.experts\.{projection}\.{target}", operations=[repack]))
+    sources = [rf"\.{suffix}$" for suffix in PACKED_SUFFIXES]
+    return [*made, WeightConverter(sources, r"\.packed", operations=[repack])]

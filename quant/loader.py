@@ -28,6 +28,7 @@ from hf_paged.quant.header import Header, read_header, torch_dtype
 from hf_paged.quant.kv_scales import read_kv_scales
 from hf_paged.quant.layout import Layout
 from hf_paged.quant.linear import PackedLinear
+from hf_paged.quant.mapped_files import MappedFiles
 from hf_paged.quant.plan import Plan, Planner, refuse_problems
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class CheckpointLoader(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.problems: list[str] = []
         self.plan = Plan()
+        self.files = MappedFiles(())
         self.kv_tensors: dict[str, Tensor] = {}  # KV-cache scales of the file, written back at saving
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -62,6 +64,7 @@ class CheckpointLoader(HfQuantizer):
             )
         config = self.quantization_config
         header = read_header(checkpoint_files, allow_bin=config.allow_bin)
+        self.files = MappedFiles(checkpoint_files)
         self.plan = plan = Planner(model, header, config).make()
         dtype = dtype if isinstance(dtype, torch.dtype) else torch.get_default_dtype()
         with torch.device("meta"):
@@ -119,7 +122,7 @@ class CheckpointLoader(HfQuantizer):
         fp8 = any(
             isinstance(layout, Fp8Layout) for plan in self.plan.experts.values() for layout in plan.layouts.values()
         )
-        return [*converters(self.problems, fp8_experts=fp8), *weight_conversions]
+        return [*converters(self.problems, self.files, fp8_experts=fp8), *weight_conversions]
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Asked by Transformers >= 5.23 for each tensor; None keeps the file's dtype. What is repacked keeps it: all
