@@ -76,13 +76,13 @@ def cache_storage(model: PreTrainedModel, config: EngineConfig) -> tuple[EngineC
         OSError, ValueError: as `load_kv_scales`; "auto-quality" where pages cannot run the model.
     """
     quality = config.kv_cache_dtype == AUTO_QUALITY
-    if not quality and (config.kv_scales == "off" or parse_kv_cache_dtype(config.kv_cache_dtype) == ("auto", "auto")):
+    if not quality and parse_kv_cache_dtype(config.kv_cache_dtype) == ("auto", "auto"):
         return config, None
     try:
         is_view = model.config._attn_implementation == ATTENTION_NAME
         packed = PackedModel(model if is_view else build_view(model))
     except ValueError as error:
-        if quality or config.kv_scales != "auto":
+        if quality or config.kv_scales not in ("auto", "off"):
             raise
         logger.info("the KV cache of %s is not smoothed: %s", type(model).__name__, error)
         return config, None

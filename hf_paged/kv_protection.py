@@ -35,6 +35,8 @@ _LEAST = 1.0  # bits that a change counts as at least: one that costs none is st
 # root sum of squares. See docs/smoothing.md for what that costs: int8 some 0.1% of perplexity, fp8 0.5%, int4 1 to 2%.
 ERROR_BUDGETS = {"int8": 0.011, "fp8": 0.03, "int4": 0.052, "auto": 0.0}
 
+_OUTLIER = 50.0  # K channels of so many medians, mostly from a bias of k_proj, leave the others of a token few codes
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerChoice:
@@ -98,6 +100,7 @@ def plan_storage(model: PreTrainedModel, packed: PackedModel, config: EngineConf
 def scales_of(model: PreTrainedModel, packed: PackedModel, config: EngineConfig) -> KVScales | None:
     """The scales that `config` asks for; None: no layer is quantized, or `kv_scales` is "off"."""
     if config.kv_scales == "off":
+        _warn_of_outliers(model, packed, config)
         return None
     if config.kv_scales != "auto":
         return _from_file(packed, config)
@@ -105,6 +108,19 @@ def scales_of(model: PreTrainedModel, packed: PackedModel, config: EngineConfig)
     if not k_formats and not v_formats:
         return None
     return CALIBRATIONS.get(model, packed, k_formats, v_formats)
+
+
+def _warn_of_outliers(model: PreTrainedModel, packed: PackedModel, config: EngineConfig) -> None:
+    """Name the layers whose largest K channel, of the probe's token, is over `_OUTLIER` medians; none is smoothed."""
+    k_format, _ = parse_kv_cache_dtype(config.kv_cache_dtype)
+    keys = {layer: key.abs().float() for layer, key in packed.probed_keys.items() if layer not in config.skip_layers}
+    layers = [layer for layer, key in keys.items() if key.max().item() > _OUTLIER * key.median().item()]
+    if layers and k_format != "auto":
+        logger.warning(
+            "%s: layers %s have K channels over %.0f times the median, beside which %s codes lose the others; leave "
+            'kv_scales at "auto" to smooth them, or keep these layers with skip_layers',
+            *(type(model).__name__, _ranges(layers), _OUTLIER, k_format),
+        )
 
 
 def _from_file(packed: PackedModel, config: EngineConfig) -> KVScales:

@@ -42,6 +42,7 @@ class LayerProbe:
     def __init__(self) -> None:
         self.specs: dict[int, LayerSpec] = {}
         self.first: Tensor | None = None  # [n], the first layer's keys and values of the probe's token
+        self.keys: dict[int, Tensor] = {}  # [kv_heads, head_dim] of the probe's token, by layer
 
     def attend(self, call: AttentionCall) -> Tensor:
         if call.layer_idx in self.specs:
@@ -62,6 +63,7 @@ class LayerProbe:
             dtype=call.key.dtype,
             device=call.key.device,
         )
+        self.keys[call.layer_idx] = call.key[0, :, 0]
         if self.first is None:
             self.first = torch.cat([x[0, :, 0].flatten() for x in (call.key, call.value)])
         return call.value.new_zeros(batch, q_len, num_heads, call.value.shape[-1])

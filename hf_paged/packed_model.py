@@ -52,6 +52,7 @@ class PackedModel:
         self._through_cache = False
         probe = self._probe()
         self.specs: tuple[LayerSpec, ...] = tuple(probe.specs[i] for i in sorted(probe.specs))
+        self.probed_keys = probe.keys
         assert probe.first is not None
         self.probed: Tensor = probe.first  # [n], one token's keys and values in the first layer: tells models apart
 

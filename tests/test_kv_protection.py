@@ -159,6 +159,22 @@ def test_what_is_protected_is_said_once(caplog: pytest.LogCaptureFixture) -> Non
     assert "LlamaForCausalLM" in message and "layers" in message and "seed 0" in message
 
 
+@pytest.mark.parametrize("driver", ["engine", "cache"])
+def test_a_key_bias_that_nothing_smooths_is_warned_of_with_the_remedy(
+    driver: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen2's answers turn to noise under naive 8-bit caches, and nothing else would say why."""
+    model = tiny_model("qwen2")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias[5] = 300.0
+    make = LLM if driver == "engine" else PagedCache
+    for options in ({"kv_scales": "off"}, {}, {"kv_scales": "off", "skip_layers": (1,)}):
+        make(model, num_blocks=16, kv_cache_dtype="fp8", **options)
+    warned = [r.getMessage() for r in caplog.records if "K channels" in r.getMessage()]
+    assert len(warned) == 1, "smoothed or skipped layers need no warning"
+    assert "layers 1 have K channels over 50 times the median" in warned[0] and 'kv_scales at "auto"' in warned[0]
+
+
 def test_a_changed_model_is_measured_again() -> None:
     """An engine that is rebuilt for new weights must not smooth by what the old ones were."""
     model = tiny_model("qwen2")
