@@ -1,4 +1,4 @@
-"""Generation from packed weights of other families; the whole matrix of calls is in `generate/test_packed_weights.py`."""
+"""Packed weights of several families: paged tokens are those of the dequantized model (all calls: `generate/`)."""
 
 from __future__ import annotations
 
