@@ -125,13 +125,6 @@ def shared_memory(device: int) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
-_LIBRARY = torch.library.Library("hf_paged", "FRAGMENT")  # not custom_op: that would import the compiler with us
-_LIBRARY.define(
-    "packed_linear(Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor? perm, Tensor? bias, Tensor locks, "
-    "int field_bits, int code_bits, int group_size, int in_features, int out_features) -> Tensor"
-)
-
-
 def _packed_linear_op(
     x: Tensor,
     packed: Tensor,
@@ -156,5 +149,12 @@ def _packed_linear_fake(x: Tensor, *others: Any) -> Tensor:
     return x.new_empty((x.shape[0], others[-1]))
 
 
-_LIBRARY.impl("packed_linear", _packed_linear_op, "CompositeExplicitAutograd")
-torch.library.register_fake("hf_paged::packed_linear", _packed_linear_fake, lib=_LIBRARY)
+if not hasattr(torch.ops.hf_paged, "packed_linear"):  # else this is a second import of the package
+    _library = torch.library.Library("hf_paged", "FRAGMENT")  # not custom_op: that would import the compiler with us
+    _library.define(
+        "packed_linear(Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor? perm, Tensor? bias, "
+        "Tensor locks, int field_bits, int code_bits, int group_size, int in_features, int out_features) -> Tensor"
+    )
+    _library.impl("packed_linear", _packed_linear_op, "CompositeExplicitAutograd")
+    torch.library.register_fake("hf_paged::packed_linear", _packed_linear_fake, lib=_library)
+    vars(torch.ops.hf_paged)["library"] = _library  # an operator goes with its library, and this module may go first

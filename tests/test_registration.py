@@ -83,6 +83,26 @@ def test_a_second_import_replaces_the_first_hook_instead_of_stacking() -> None:
     assert GenerationMixin.generate is original
 
 
+_IMPORT_ANEW = """
+import gc, sys
+from transformers import GenerationMixin
+original = GenerationMixin.generate
+import hf_paged
+for name in [name for name in sys.modules if name.partition(".")[0] == "hf_paged"]:
+    del sys.modules[name]
+gc.collect()
+import hf_paged
+assert GenerationMixin.generate is not original
+hf_paged.unregister()
+assert GenerationMixin.generate is original
+"""
+
+
+def test_the_package_can_be_imported_anew() -> None:
+    """Notebooks and test runners drop its modules; torch keeps the operators that the first import defined."""
+    subprocess.run([sys.executable, "-c", _IMPORT_ANEW], check=True)
+
+
 def test_a_wrapper_around_the_hook_is_kept_and_named_when_undoing() -> None:
     """Another plugin that wraps generate after us must not lose its patch, nor be left calling a ghost."""
     ours = GenerationMixin.generate
