@@ -170,8 +170,10 @@ class CachePages:
         if tensors.live is not None:
             query = query[tensors.live]
         layer = self.store.layer(layer_idx)
+        sinks = call.sinks
         if layer.transform is not None:
             query = layer.transform.query(query)
+            sinks = layer.transform.sinks(sinks, query, call.scale)
         out = paged_attention(
             query.contiguous(),
             layer,
@@ -179,7 +181,7 @@ class CachePages:
             scale=call.scale,
             window=call.window,
             softcap=call.softcap,
-            sinks=call.sinks,
+            sinks=sinks,
         )
         out = restore_output(out, layer.transform)
         if tensors.live is not None:

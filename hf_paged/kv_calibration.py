@@ -148,10 +148,10 @@ class _Layer:
         )
 
     def _keys(self, codes: torch.dtype) -> SideScales:
-        """The offset and factor with the least error; no offset where softcap or sinks forbid it."""
+        """The offset and factor with the least error; no offset under a softcap, where q.z does not cancel."""
         zeros = self._key.new_zeros(len(self._key), self._key.shape[-1])
         offsets = [zeros]
-        if self._call.softcap is None and self._call.sinks is None:
+        if self._call.softcap is None:
             low, high = self._key.aminmax(dim=1)
             offsets += [self._key.mean(1), self._key.median(1).values, (low + high) / 2]
         best = SideScales(offset=None, factor=None, error=float("inf"))

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_paged.config import KV_FORMATS, EngineConfig
-from hf_paged.kernels.kv_transform import KVTransform
+from hf_paged.kernels.kv_transform import KVTransform, hadamard
 from hf_paged.layer_probe import LayerSpec
 from hf_paged.packed_model import PackedModel
 
@@ -124,7 +124,9 @@ def transform_of(
     shape = (spec.kv_heads, spec.head_dim)
     k_offset = torch.zeros(shape) if keys is None or keys.offset is None else keys.offset
     k_factor = torch.ones(shape) if keys is None or keys.factor is None else keys.factor
+    moved = k_offset / k_factor
     return KVTransform(
+        sink_offset=(hadamard(moved) if rotates_k else moved).to(spec.device) if k_offset.any() else None,
         k_offset=k_offset.to(spec.device),
         k_factor=k_factor.to(spec.device),
         v_offset=None if offset is None else offset.to(spec.device),

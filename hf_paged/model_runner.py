@@ -61,8 +61,11 @@ class StepContext(RotaryContext):
         self, query: Tensor, layer: LayerKV, meta: AttentionMetadata, call: AttentionCall | RotaryCall
     ) -> Tensor:
         """Attention of a query that was made to meet stored keys, over the values that were stored."""
+        sinks = call.sinks
+        if layer.transform is not None:
+            sinks = layer.transform.sinks(sinks, query, call.scale)
         out = paged_attention(
-            query, layer, meta, scale=call.scale, window=call.window, softcap=call.softcap, sinks=call.sinks
+            query, layer, meta, scale=call.scale, window=call.window, softcap=call.softcap, sinks=sinks
         )
         return restore_output(out, layer.transform)
 

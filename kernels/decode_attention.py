@@ -39,7 +39,7 @@ def _decode(
     v_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16
     tables_ptr,  # [num_seqs, max_blocks] int32
     seq_lens_ptr,  # [num_seqs] int32
-    sinks_ptr,  # [heads]
+    sinks_ptr,  # [heads], or [num_seqs, heads] where SINKS is 2
     q_stride_t,
     q_stride_h,
     k_stride,
@@ -104,7 +104,8 @@ def _decode(
             mask = (row < GROUP)[:, None] & (dv < V_DIM)[None, :]
             if count == tiles:
                 if SINKS:
-                    sink = tl.load(sinks_ptr + head, mask=row < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+                    at = seq * (kv_heads * GROUP) * (SINKS - 1) + head
+                    sink = tl.load(sinks_ptr + at, mask=row < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
                     new_top = tl.maximum(top, sink)
                     acc *= tl.exp2(top - new_top)[:, None]
                     total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
@@ -279,7 +280,7 @@ def decode_attention(
         "LEAST": config.least,
         "WINDOW": window is not None,
         "SOFTCAP": softcap is not None,
-        "SINKS": sinks is not None,
+        "SINKS": 0 if sinks is None else sinks.dim(),
     }
     if config.in_registers:
         int4 = isinstance(layer.k, GroupPages) or isinstance(layer.v, GroupPages)
@@ -349,7 +350,7 @@ def _join(
         LEAST=config.least,
         STEP=8192 // v_block if many else 8,
         WINDOW=window is not None,
-        SINKS=sinks is not None,
+        SINKS=0 if sinks is None else sinks.dim(),
         OVERLAP=config.overlap,
         WHOLE=config.whole,
         num_warps=4 if many else 1,

@@ -167,7 +167,8 @@ def attend_int4(
     inverse = 1.0 / denominator
     if whole:
         if SINKS:
-            sink = gl.load(sinks_ptr + kv_head * GROUP + head, mask=head < GROUP, other=0.0)
+            sinks_ptr += (seq * kv_heads * (SINKS - 1) + kv_head) * GROUP
+            sink = gl.load(sinks_ptr + head, mask=head < GROUP, other=0.0)
             sink = sink.to(gl.float32) * 1.4426950408889634
             new_top = gl.maximum(top, sink)
             decay = gl.exp2(top - new_top)

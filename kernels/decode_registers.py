@@ -51,7 +51,7 @@ def decode_registers_kernel(
     v_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16, for codes
     tables_ptr,  # [num_seqs, max_blocks] int32
     seq_lens_ptr,  # [num_seqs] int32
-    sinks_ptr,  # [heads]
+    sinks_ptr,  # [heads], or [num_seqs, heads] where SINKS is 2
     q_stride_t,
     q_stride_h,
     k_stride,
@@ -210,7 +210,8 @@ def _attend(
     factor = v_unit / denominator
     if whole:
         if SINKS:
-            sink = gl.load(sinks_ptr + kv_head * GROUP + group_head, mask=group_head < GROUP, other=0.0)
+            sinks_ptr += (seq * kv_heads * (SINKS - 1) + kv_head) * GROUP
+            sink = gl.load(sinks_ptr + group_head, mask=group_head < GROUP, other=0.0)
             sink = sink.to(gl.float32) * 1.4426950408889634
             new_top = gl.maximum(top, sink)
             decay = gl.exp2(top - new_top)

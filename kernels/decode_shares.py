@@ -118,7 +118,7 @@ def join_kernel(
     partial_ptr,  # [held, 2, GROUP, V_DIM] fp32
     lse_ptr,  # [held, 2, GROUP] fp32, base 2
     seq_lens_ptr,  # [num_seqs] int32
-    sinks_ptr,  # [heads]
+    sinks_ptr,  # [heads], or [num_seqs, heads] where SINKS is 2
     num_seqs,
     window,
     held,
@@ -169,7 +169,8 @@ def join_kernel(
     top = float("-inf")
     total = 0.0
     if SINKS:
-        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        at = seq * tl.num_programs(0) * (SINKS - 1) + head
+        top = tl.load(sinks_ptr + at).to(tl.float32) * 1.4426950408889634
         total = 1.0
     for p in range(first, last + 1, STEP):
         live = p + s <= last

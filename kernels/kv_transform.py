@@ -5,9 +5,9 @@
 
 z and s (K smoothing) and w are static, one number per KV head and channel, applied after RoPE; s is a power of two, so
 that dividing and multiplying by it rounds nothing. R is a Hadamard rotation, its own inverse. All of it is exact
-algebra: q . K = q.z + query . stored K, and q.z, the same for every key of a row, cancels in the softmax; the
-probabilities of a row sum to one, which gives w back. Neither holds with attention sinks, nor does the first under a
-softcap: such layers take the factor and the rotation only (`kv_calibration.py` sees to it).
+algebra: q . K = q.z + query . stored K, and q.z, the same for every key of a row, cancels in the softmax, if it is
+taken from the row's attention sinks too; the probabilities of a row sum to one, which gives w back. The second does not
+hold with sinks, nor the first under a softcap: such layers take no such offset (`kv_calibration.py` sees to it).
 
 The rotation acts on blocks of channels, the largest power of two that divides the head dimension, at most
 `MAX_BLOCK`: head dimension 96 is three blocks of 32. It spreads one large channel over its block, which 4-bit codes
@@ -33,6 +33,7 @@ class KVTransform:
     v_offset: Tensor | None  # [kv_heads, v_head_dim] fp32; None: nothing is added to the output
     rotates_k: bool
     rotates_v: bool
+    sink_offset: Tensor | None = None  # [kv_heads, head_dim] fp32, R (z / s); None: z is 0, and sinks stay as they are
 
     def stored_key(self, key: Tensor) -> Tensor:
         """What pages hold of `key` `[..., kv_heads, head_dim]`."""
@@ -48,6 +49,18 @@ class KVTransform:
         """The query `[T, heads, head_dim]` that stored keys are to meet, in the dtype of `query`."""
         rows = _compute(query).unflatten(1, (len(self.k_factor), -1)) * self.k_factor.unsqueeze(1)
         return (hadamard(rows) if self.rotates_k else rows).flatten(1, 2).to(query.dtype)
+
+    def sinks(self, sinks: Tensor | None, query: Tensor, scale: float) -> Tensor | None:
+        """Attention sinks beside scores that lack q.z: `[T, heads]` fp32 for `[heads]`, or as they are.
+
+        Args:
+            query: of `query`, `[T, heads, head_dim]`; query . R (z / s) = q.z.
+            scale: of the scores.
+        """
+        if sinks is None or self.sink_offset is None:
+            return sinks
+        rows = _compute(query).unflatten(1, (len(self.sink_offset), -1))
+        return sinks - scale * (rows * self.sink_offset.unsqueeze(1)).sum(-1).flatten(1)
 
     def output(self, out: Tensor) -> Tensor:
         """Attention's output `[T, heads, v_head_dim]` over the values, from that over stored values; dtype of `out`."""
@@ -75,6 +88,7 @@ class KVTransform:
             v_offset=None if self.v_offset is None else self.v_offset.to(device),
             rotates_k=self.rotates_k,
             rotates_v=self.rotates_v,
+            sink_offset=None if self.sink_offset is None else self.sink_offset.to(device),
         )
 
 

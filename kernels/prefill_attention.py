@@ -165,7 +165,7 @@ def _prefill(
     tables_ptr,  # [num_seqs, max_blocks] int32
     cu_seqlens_ptr,  # [num_seqs + 1] int32
     seq_lens_ptr,  # [num_seqs] int32
-    sinks_ptr,  # [heads]
+    sinks_ptr,  # [heads], or [T, heads] where SINKS is 2
     first_seq,
     num_seqs,
     q_stride_t,
@@ -262,7 +262,8 @@ def _prefill(
     if V_SCALED:
         acc *= v_unit
     if SINKS:
-        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        at = (q_begin + query) * (tl.num_programs(0) * GROUP) * (SINKS - 1) + head
+        sink = tl.load(sinks_ptr + at, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
         new_top = tl.maximum(top, sink)
         acc *= tl.exp2(top - new_top)[:, None]
         total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
@@ -300,7 +301,7 @@ def prefill_attention(
     group = query.shape[1] // layer.k.tensor.shape[1]
     for kv_heads, values in slices:
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
-        of_heads = sinks if sinks is None else sinks[heads]
+        of_heads = None if sinks is None else sinks[..., heads].contiguous()
         attend(query[:, heads], values, meta, out[:, heads], sinks=of_heads, workspace=workspace)
 
 
@@ -364,7 +365,7 @@ def _attend(
         TILE=config.tile,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
-        SINKS=sinks is not None,
+        SINKS=0 if sinks is None else sinks.dim(),
         K_SCALED=not isinstance(layer.k, PlainPages),
         V_SCALED=not isinstance(layer.v, PlainPages),
         K_INT4=isinstance(layer.k, GroupPages),

@@ -190,7 +190,7 @@ def paged_attention(
         query: `[T, heads, head_dim]`, heads a multiple of the pages' kv_heads.
         scale: multiplies q . k.
         softcap: scores become `softcap * tanh(score / softcap)` before masking (Gemma 2).
-        sinks: `[heads]` logits that join the softmax denominator only (GPT-OSS).
+        sinks: `[heads]` or `[T, heads]`, logits that join the softmax denominator only (GPT-OSS).
         fast: single 16-bit queries on pages of their dtype are not widened where torch's sdpa takes them as they are:
             widening their keys costs as much as attention. It sums in fp32 and rounds probabilities to 16 bits, as for
             dense attention. (For prompts sdpa in fp32 is 1.6 times as fast as in bf16 on a CPU without AMX.)
@@ -204,12 +204,13 @@ def paged_attention(
     tokens, heads, head_dim = query.shape
     q = query.view(tokens, kv_heads, heads // kv_heads, head_dim)
     if sinks is not None:
-        sinks = sinks.to(compute).view(kv_heads, -1)
+        sinks = sinks.to(compute).expand(tokens, heads).unflatten(1, (kv_heads, -1))
     num_decodes = meta.num_decodes
     decoded = None
     if num_decodes:
         single = q[:num_decodes] if narrow else q[:num_decodes].to(compute)
-        decoded = _decode(single, layer, meta, scale, window, softcap, sinks).to(query.dtype)
+        of_rows = None if sinks is None else sinks[:num_decodes]
+        decoded = _decode(single, layer, meta, scale, window, softcap, of_rows).to(query.dtype)
         if num_decodes == tokens:
             return decoded
     out = query.new_zeros(tokens, heads, layer.v.head_dim)
@@ -222,7 +223,8 @@ def paged_attention(
         if rows.stop > rows.start and seq_lens[i]:
             own = q[rows].to(compute)
             tile = _KEY_TILE if own.dtype == query.dtype and softcap is None and sinks is None else 1
-            out[rows] = _prefill(own, layer, meta.block_tables[i], seq_lens[i], scale, window, softcap, sinks, tile)
+            of_rows = None if sinks is None else sinks[rows]
+            out[rows] = _prefill(own, layer, meta.block_tables[i], seq_lens[i], scale, window, softcap, of_rows, tile)
     return out
 
 
@@ -304,7 +306,11 @@ def _decode(
     plan = once(meta.derived, which, lambda: _decode_groups(meta, layer.block_size, window))
     if plan.order is not None:
         q = q[plan.order]
-    out = [_decode_group(q[rows], layer, keys, scale, softcap, sinks) for rows, keys in plan.groups]
+        sinks = None if sinks is None else sinks[plan.order]
+    out = [
+        _decode_group(q[rows], layer, keys, scale, softcap, None if sinks is None else sinks[rows])
+        for rows, keys in plan.groups
+    ]
     return out[0] if plan.place is None else torch.cat(out)[plan.place]
 
 
@@ -351,7 +357,7 @@ def _prefill(
     k, v = (x[0, :, None, :length] for x in _gather_layer(layer, blocks[None], q.dtype))
     if start + length > seq_len:  # the last block holds what was there before
         k[:, :, seq_len - start :] = v[:, :, seq_len - start :] = 0.0
-    group_sinks = None if sinks is None else sinks.unsqueeze(-1)
+    sinks = None if sinks is None else sinks.permute(1, 2, 0)
     q = q.permute(1, 2, 0, 3)  # [kv_heads, group, q_len, head_dim]
     fused = softcap is None and sinks is None and v.shape[-1] == head_dim  # torch's blockwise kernel: no score scratch
     if fused and window is None and history == 0 and tile == 1:
@@ -370,7 +376,8 @@ def _prefill(
         if window:
             mask &= key_positions > query_positions - window
         keys = slice(low - start, end - start)
-        out.append(_attend(rows, k[:, :, keys], v[:, :, keys], mask, scale, softcap, group_sinks))
+        of_rows = None if sinks is None else sinks[:, :, i : i + chunk]
+        out.append(_attend(rows, k[:, :, keys], v[:, :, keys], mask, scale, softcap, of_rows))
     return torch.cat(out, 2).permute(2, 0, 1, 3).flatten(1, 2)
 
 

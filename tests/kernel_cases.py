@@ -45,6 +45,7 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    row_sinks: bool = False  # other sinks for every query
     scale: float = 0.2
     device: str = "cpu"
 
@@ -155,15 +156,16 @@ def make_case(shape: Shape, seed: int = 0) -> Case:
         max_seq_len=max(shape.seq_lens),
     )
     heads = shape.kv_heads * shape.group
+    query = randn(int(cu_seqlens[-1]), heads, shape.head_dim).to(shape.dtype)
     case = Case(
-        query=randn(int(cu_seqlens[-1]), heads, shape.head_dim).to(shape.dtype),
+        query=query,
         layer=layer,
         meta=meta,
         options={
             "scale": shape.scale,
             "window": shape.window,
             "softcap": shape.softcap,
-            "sinks": randn(heads) if shape.sinks else None,
+            "sinks": randn(len(query), heads) if shape.row_sinks else randn(heads) if shape.sinks else None,
         },
     )
     return to_device(case, shape.device) if shape.device != "cpu" else case
@@ -228,7 +230,7 @@ def dense_attention(case: Case) -> Tensor:
                 weights = scores.exp()
                 denominator = weights.sum()
                 if options["sinks"] is not None:
-                    denominator = denominator + options["sinks"][head].double().exp()
+                    denominator = denominator + options["sinks"].expand(len(out), -1)[row, head].double().exp()
                 out[row, head] = weights @ values / denominator
     return out
 

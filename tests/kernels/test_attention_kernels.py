@@ -51,6 +51,8 @@ FEATURES = {
     "odd head_dim and v narrower": Shape(head_dim=80, v_head_dim=32, group=7),
     "softcap and sinks": Shape(softcap=5.0, sinks=True, group=2, head_dim=32),
     "sinks and window": Shape(sinks=True, window=33, head_dim=32, group=2),
+    "sinks of each row, and window": Shape(row_sinks=True, window=33, head_dim=32, group=2),
+    "sinks of each row on int8 keys": Shape(**INT8, row_sinks=True, group=4),
     "fp16": Shape(**HALF, group=2),
     "int8": Shape(**INT8, group=4),
     "fp8": Shape(**FP8, group=2),
@@ -124,7 +126,7 @@ def test_prefill_equals_the_definition_and_leaves_decodes_alone(name: str) -> No
     check(run_prefill(case, config), definition(case)[case.meta.num_decodes :], shape)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 40, "sinks": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 40, "sinks": True}, {"row_sinks": True}], ids=str)
 @pytest.mark.parametrize(
     "formats", [(torch.int8, torch.int8), (torch.float8_e4m3fn, torch.int8), (UINT4, torch.int8)], ids=str
 )
@@ -200,7 +202,7 @@ def test_more_sequences_than_are_looked_at_in_one_step(whole: bool) -> None:
 @pytest.mark.parametrize(
     "seq_lens", [(60, 0, 33, 70, 1), (20, 0, 16, 1, 500)], ids=["alike", "one ten times as long as the others"]
 )
-@pytest.mark.parametrize("options", [{}, {"sinks": True, "window": 40}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "window": 40}, {"row_sinks": True}], ids=str)
 def test_one_program_for_each_head_unless_a_sequence_stands_out(seq_lens: tuple[int, ...], options: dict) -> None:
     """Which of the two a launch does is known on the device only, to the kernel and to what joins its results."""
     shape = Shape(q_lens=(1,) * 5, seq_lens=seq_lens, group=2, head_dim=16, **options)
@@ -235,6 +237,7 @@ def test_the_range_of_queries_and_scales_does_not_overflow_fp16() -> None:
         ((128, 64), 1, {"window": 50}),
         ((128, 128), 7, {"window": 3, "sinks": True}),
         ((256, 256), 8, {"sinks": True}),
+        ((64, 64), 8, {"row_sinks": True}),
         ((64, 64), 1, {}),
     ],
     ids=str,
@@ -272,6 +275,7 @@ def test_the_register_kernel_equals_the_definition(
         ((128, 64), 1, {"window": 50}),
         ((128, 128), 8, {"window": 3, "sinks": True}),
         ((64, 64), 2, {"sinks": True}),
+        ((64, 64), 8, {"row_sinks": True}),
     ],
     ids=str,
 )

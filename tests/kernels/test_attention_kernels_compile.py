@@ -42,7 +42,7 @@ def build(kernel, constants, num_warps, source=ASTSource, **pointers):
 
 
 INDICES = dict(tables_ptr="*i32", seq_lens_ptr="*i32", cu_seqlens_ptr="*i32", sinks_ptr="*bf16")
-FEATURES = dict(WINDOW=True, SOFTCAP=True, SINKS=True)
+FEATURES = dict(WINDOW=True, SOFTCAP=True, SINKS=2)
 for k, v, dims, group, tile in [
     ("int8", "int8", (128, 128), 4, 32), ("fp8", "bf16", (64, 128), 12, 16), ("bf16", "bf16", (256, 64), 8, 16),
 ]:
@@ -54,7 +54,7 @@ for k, v, dims, group, tile in [
                  lse_ptr="*fp32", q_ptr="*bf16", k_ptr=TYPES[k], v_ptr=TYPES[v], k_scale_ptr="*fp16",
                  v_scale_ptr="*fp16", **INDICES)
     assert made.metadata.shared == 0, made.metadata.shared
-constants = dict(GROUP=4, V_DIM=96, V_BLOCK=128, TILE=32, LEAST=2, STEP=64, WINDOW=True, SINKS=True, OVERLAP=arch >= 90,
+constants = dict(GROUP=4, V_DIM=96, V_BLOCK=128, TILE=32, LEAST=2, STEP=64, WINDOW=True, SINKS=2, OVERLAP=arch >= 90,
                  WHOLE=True)
 build(join_kernel, constants, 4, out_ptr="*bf16", partial_ptr="*fp32", lse_ptr="*fp32", **INDICES)
 constants = dict(DIM=128, BLOCK=128, BLOCK_SIZE=32, WINDOW=True, INT4=False)

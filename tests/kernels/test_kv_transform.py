@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cases import empty_pages
@@ -67,7 +69,7 @@ def test_the_rotation_is_orthogonal_and_its_own_inverse_for_every_head_dim(head_
 def test_attention_over_what_is_stored_is_attention_over_keys_and_values(
     heads: tuple[int, int], feature: str, rotated: bool, history: int
 ) -> None:
-    """Exact algebra, GQA included. Layers with a softcap or sinks take no offsets: those do not cancel there."""
+    """Exact algebra, GQA included. With sinks a K offset is taken from them too; under a softcap there is none."""
     generator = torch.Generator().manual_seed(0)
     length, (q_heads, kv_heads), dims = 33, heads, (48, 32)
     options: dict[str, object] = {"window": 9} if feature == "window" else {}
@@ -76,8 +78,11 @@ def test_attention_over_what_is_stored_is_attention_over_keys_and_values(
     query = torch.randn(length - history, q_heads, dims[0], generator=generator)
     key = torch.randn(length, kv_heads, dims[0], generator=generator)
     value = torch.randn(length, kv_heads, dims[1], generator=generator)
-    plain = feature in ("plain", "window")
-    transform = random_transform(generator, kv_heads, dims, offsets=plain, rotated=rotated).to("cpu")
+    offsets = feature != "softcap"
+    transform = random_transform(generator, kv_heads, dims, offsets=offsets, rotated=rotated).to("cpu")
+    if feature == "sinks":
+        moved = transform.k_offset / transform.k_factor
+        transform = replace(transform, v_offset=None, sink_offset=hadamard(moved) if rotated else moved)
     key = key + transform.k_offset * 0.9  # what calibration finds, nearly
     meta = one_sequence(length, history)
     truth = LayerKV(k=fp64_pages(key), v=fp64_pages(value))
@@ -85,6 +90,8 @@ def test_attention_over_what_is_stored_is_attention_over_keys_and_values(
         k=fp64_pages(transform.stored_key(key)), v=fp64_pages(transform.stored_value(value)), transform=transform
     )
     exact = reference.paged_attention(query.double(), truth, meta, scale=0.3, **options)  # type: ignore[arg-type]
+    sinks = transform.sinks(options.get("sinks"), transform.query(query), 0.3)  # type: ignore[arg-type]
+    options = {**options, "sinks": sinks}
     out = reference.paged_attention(transform.query(query).double(), stored, meta, scale=0.3, **options)  # type: ignore[arg-type]
     # scores are sums of 48 products whose operands were rounded to fp32 at the size of the offsets, 20 standard normals
     scale = 0.3 * float(query.abs().sum(-1).max()) * 60

@@ -163,6 +163,7 @@ SHAPES = {
     "window wider than context": Shape(**MIXED, window=500),
     "softcap": Shape(**MIXED, softcap=5.0, group=2),
     "sinks": Shape(**MIXED, sinks=True, group=4),
+    "sinks of each row": Shape(**MIXED, row_sinks=True, group=4),
     "sinks, window, softcap": Shape(**MIXED, sinks=True, window=17, softcap=20.0, group=2),
     "int8": Shape(**MIXED, k_format=torch.int8, group=3),
     "fp8": Shape(**MIXED, k_format=torch.float8_e4m3fn, group=3),
