@@ -262,7 +262,7 @@ def _sides(
     }
 
 
-def _check_scale(path: str | os.PathLike[str], name: str, tensor: Tensor, shape: tuple[int, int]) -> None:
+def _check_scale(path: str | os.PathLike[str], name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raise ValueError for what would turn a cache into noise: it would fail nowhere."""
     if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
         found = f"{tuple(tensor.shape)} and dtype {tensor.dtype}"
