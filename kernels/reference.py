@@ -10,13 +10,13 @@ live pages once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_paged.kernels.decode_groups import DecodeKeys, decode_groups
 from hf_paged.kernels.layout import (
     FP8_MAX,
     FP16_MAX,
@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 SCRATCH_ELEMENTS = 1 << 24  # attention scores held at once by a prefill chunk: 64 MB in fp32
 _KEY_TILE = 512  # keys that torch's attention takes at once on a CPU, after one another
-_GROUP_ROWS = 4  # decode rows that are at least worth a gather and an attention of their own
-_SIMILAR = 0.75  # a row shorter than this share of its group's longest starts another group
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -228,70 +226,6 @@ def paged_attention(
     return out
 
 
-@dataclass(frozen=True, kw_only=True)
-class _DecodeKeys:
-    """The keys that some single queries of a step see: the same in all layers of one window."""
-
-    table: Tensor  # [B, blocks] int64, 0 where a block holds no visible key
-    length: int  # keys per row, from the first block of `table` on
-    mask: Tensor | None  # [B, 1, 1, length] bool, True = visible; None = all are
-    unused: Tensor  # [n] int64, slots of `table` that are masked and may hold NaN, counted over [B, blocks, block_size]
-    empty: Tensor  # [n] int64, rows that see no key
-
-
-def _decode_keys(seq_lens: Tensor, tables: Tensor, block_size: int, window: int | None) -> _DecodeKeys:
-    """Of `seq_lens` `[B]` int64 and `tables` `[B, blocks]`."""
-    shortest, longest = int(seq_lens.min()), int(seq_lens.max())
-    first = max(shortest - window, 0) // block_size if window else 0
-    table = tables[:, first : -(-longest // block_size)].long()
-    length = longest - first * block_size
-    none = seq_lens.new_empty(0)
-    if shortest == longest and (not window or longest <= window):
-        return _DecodeKeys(table=table, length=length, mask=None, unused=none, empty=none)
-    positions = torch.arange(first * block_size, (first + table.shape[1]) * block_size, device=table.device)
-    mask = positions < seq_lens[:, None]
-    if window:
-        mask &= positions >= seq_lens[:, None] - window
-    seen = mask.unflatten(1, (-1, block_size)).any(-1)
-    return _DecodeKeys(
-        table=table.masked_fill(~seen, 0),  # blocks with no visible key may be another's: read the null block's zeros
-        length=length,
-        mask=mask[:, None, None, :length],
-        unused=(~mask & seen.repeat_interleave(block_size, 1)).flatten().nonzero()[:, 0],
-        empty=(seq_lens == 0).nonzero()[:, 0],
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DecodeGroups:
-    """The single queries of a step in groups of similar length: each is gathered and computed at its own longest."""
-
-    order: Tensor | None  # [B] int64, rows from long to short; None = one group, rows as they are
-    place: Tensor | None  # [B] int64, where each row is in `order`
-    groups: tuple[tuple[slice, _DecodeKeys], ...]  # of `order`
-
-
-def _decode_groups(meta: AttentionMetadata, block_size: int, window: int | None) -> _DecodeGroups:
-    seq_lens, tables = meta.seq_lens[: meta.num_decodes].long(), meta.block_tables[: meta.num_decodes]
-    sorted_lens, order = seq_lens.sort(descending=True)
-    lengths = sorted_lens.tolist()
-    starts = [0]
-    for i, length in enumerate(lengths):
-        if i - starts[-1] >= _GROUP_ROWS and length < _SIMILAR * lengths[starts[-1]]:
-            starts.append(i)
-    if len(starts) == 1:
-        keys = _decode_keys(seq_lens, tables, block_size, window)
-        return _DecodeGroups(order=None, place=None, groups=((slice(None), keys),))
-    slices = [slice(*ends) for ends in zip(starts, [*starts[1:], len(lengths)], strict=True)]
-    return _DecodeGroups(
-        order=order,
-        place=order.argsort(),
-        groups=tuple(
-            (rows, _decode_keys(sorted_lens[rows], tables[order[rows]], block_size, window)) for rows in slices
-        ),
-    )
-
-
 def _decode(
     q: Tensor,
     layer: LayerKV,
@@ -303,7 +237,7 @@ def _decode(
 ) -> Tensor:
     """One query per sequence: `q` `[B, kv_heads, group, head_dim]` -> `[B, heads, v_head_dim]`."""
     which = ("decode groups", layer.block_size, window)
-    plan = once(meta.derived, which, lambda: _decode_groups(meta, layer.block_size, window))
+    plan = once(meta.derived, which, lambda: decode_groups(meta, layer.block_size, window))
     if plan.order is not None:
         q = q[plan.order]
         sinks = None if sinks is None else sinks[plan.order]
@@ -315,7 +249,7 @@ def _decode(
 
 
 def _decode_group(
-    q: Tensor, layer: LayerKV, keys: _DecodeKeys, scale: float, softcap: float | None, sinks: Tensor | None
+    q: Tensor, layer: LayerKV, keys: DecodeKeys, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """The queries of one group, as `_decode`."""
     if keys.table.shape[1] == 0:

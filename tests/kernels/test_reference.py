@@ -10,7 +10,7 @@ import torch
 from kernel_cases import Shape, dense_attention, make_case, tolerance, with_null_block
 from torch import Tensor
 
-from hf_paged.kernels import reference
+from hf_paged.kernels import decode_groups
 from hf_paged.kernels.layout import UINT4, AttentionMetadata, PlainPages, num_groups
 from hf_paged.kernels.reference import dequantize, dequantize_groups, paged_attention, quantize_groups, quantize_rows
 
@@ -284,8 +284,8 @@ def test_layers_of_one_step_share_what_follows_from_its_lengths(monkeypatch: pyt
     cases = [with_null_block(make_case(shape)) for shape in shapes]
     alone = [paged_attention(case.query, case.layer, case.meta, **case.options) for case in cases]
     made: list[object] = []
-    original = reference._decode_keys
-    monkeypatch.setattr(reference, "_decode_keys", lambda *args: made.append(args) or original(*args))
+    original = decode_groups.decode_keys
+    monkeypatch.setattr(decode_groups, "decode_keys", lambda *args: made.append(args) or original(*args))
     for shared in (slice(0, 2), slice(2, 3)):
         meta = replace(cases[shared][0].meta, derived={})
         for case, expected in 2 * list(zip(cases[shared], alone[shared], strict=True)):
