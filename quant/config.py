@@ -81,6 +81,15 @@ class CheckpointConfig(QuantizationConfigMixin):
                 "model as one of these with the tool that wrote it"
             )
 
+    @property
+    def weight_block_size(self) -> tuple[int, int]:
+        """Rows and columns that one scale of a block-scaled FP8 weight covers."""
+        block = self.fields.get("weight_block_size") or (128, 128)
+        sizes = list(block) if isinstance(block, (list, tuple)) else []
+        if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+            raise ValueError(f"quantization_config.weight_block_size: expected two positive integers, found {block!r}")
+        return sizes[0], sizes[1]
+
     def quantizes_activations(self, module: str) -> bool:
         """Whether an FP8 linear quantizes its activations too (with `input_scale` in the file it always does)."""
         return True

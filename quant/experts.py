@@ -17,7 +17,7 @@ from hf_paged.kernels.fp8_linear import fp8_linear
 from hf_paged.kernels.packed_linear import expert_rows_linear, lock_count, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, field_bits, packed_shape
 from hf_paged.quant import formats
-from hf_paged.quant.fp8 import Fp8Layout, check_fp8_scale, fp8_weight
+from hf_paged.quant.fp8 import Fp8Layout, check_fp8_codes, check_fp8_scale, fp8_weight
 from hf_paged.quant.header import torch_dtype
 from hf_paged.quant.layout import Layout
 from hf_paged.quant.linear import packed_parameters
@@ -107,9 +107,9 @@ class Fp8Stack(nn.Module):
 
     def read(self, name: str, tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor | None]:
         for suffix, values in tensors.items():
-            if suffix != "weight":
-                for expert, scale in enumerate(values):
-                    check_fp8_scale(f"{name}[{expert}].{suffix}", scale)
+            check = check_fp8_codes if suffix == "weight" else check_fp8_scale
+            for expert, value in enumerate(values):
+                check(f"{name}[{expert}].{suffix}", value)
         return {suffix: _stack(list(values), None) for suffix, values in tensors.items()}
 
     def file_tensors(self) -> list[dict[str, Tensor]]:

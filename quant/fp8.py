@@ -112,7 +112,8 @@ class Fp8Linear(nn.Module):
         return fp8_weight(self.layout, self.weight, getattr(self, self.layout.scale_name), self.input_scale)
 
     def check(self, name: str) -> None:
-        """Raise ValueError for scales that cannot be meant."""
+        """Raise ValueError for values that cannot be meant."""
+        check_fp8_codes(f"{name}.weight", self.weight)
         check_fp8_scale(f"{name}.{self.layout.scale_name}", getattr(self, self.layout.scale_name))
         if self.input_scale is not None:
             check_fp8_scale(f"{name}.input_scale", self.input_scale)
@@ -131,6 +132,13 @@ def fp8_weight(layout: Fp8Layout, codes: Tensor, scale: Tensor, input_scale: Ten
     return Fp8Weight(
         codes=codes, scale=scale.view(grid), block=layout.block, input_scale=input_scale, dynamic=layout.dynamic
     )
+
+
+def check_fp8_codes(name: str, codes: Tensor) -> None:
+    """Raise ValueError when a code is NaN (all bits but the sign; e4m3 has no infinity)."""
+    bad = int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum())
+    if bad:
+        raise ValueError(f"tensor {name}: expected finite values, found {bad} NaN of {codes.numel()}")
 
 
 def check_fp8_scale(name: str, scale: Tensor) -> None:

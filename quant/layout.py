@@ -98,12 +98,7 @@ def identify(name: str, found: Mapping[str, TensorSpec], in_features: int, out_f
         for bits in _candidate_bits(kind, label):
             group_size = _group_size(kind, found, in_features, label)
             expected = _expected(kind, in_features, out_features, bits, group_size)
-            ragged = None
-            if in_features % group_size and kind.startswith(("awq", "llm")):
-                ragged = (
-                    f"module {name}: {in_features} input channels are no multiple of group_size {group_size}, which "
-                    "AWQ cannot store (GPTQ can): quantize with a smaller group_size"
-                )
+            ragged = _ragged(name, kind, in_features, out_features, group_size)
             problem = _mismatch(name, kind, bits, expected, found, ragged)
             if problem is None:
                 _check_bits(name, bits, label)
@@ -120,6 +115,24 @@ def identify(name: str, found: Mapping[str, TensorSpec], in_features: int, out_f
     nearest = max(failures, key=lambda failure: failure[0])[1]  # the label's on a tie
     words = found.get("weight_packed", found.get("qweight"))
     raise ValueError(nearest if words is None or words.dtype in ("I32", "I16") else f"{nearest}; {REMEDY}")
+
+
+def _ragged(name: str, kind: str, in_features: int, out_features: int, group_size: int) -> str | None:
+    """Why a layer of this shape cannot be stored in this layout, as a sentence."""
+    if not kind.startswith(("awq", "llm")):
+        return None
+    if in_features % group_size:
+        return (
+            f"module {name}: {in_features} input channels are no multiple of group_size {group_size}, which AWQ "
+            "cannot store (GPTQ can): quantize with a smaller group_size"
+        )
+    step_in, step_out = {"awq_gemm": (1, 8), "awq_gemv": (8, 1)}.get(kind, (64, 4))
+    if in_features % step_in or out_features % step_out:
+        return (
+            f"module {name}: {in_features} input by {out_features} output channels do not fill the words of layout "
+            f"{kind}, which holds {step_in} by {step_out}: leave the module plain (`modules_to_not_convert`)"
+        )
+    return None
 
 
 def _kinds(name: str, found: Mapping[str, TensorSpec], label: Label) -> list[str]:

@@ -152,11 +152,10 @@ class Planner:
 
     def _layout(self, name: str, found: Mapping[str, TensorSpec], k: int, n: int) -> Layout | Fp8Layout:
         if found.get("weight", TensorSpec(dtype="", shape=())).dtype.startswith("F8"):
-            block = self.config.fields.get("weight_block_size") or (128, 128)
-            rows, columns = block
             return identify_fp8(
-                name, found, k, n, block=(rows, columns), quantize_activations=self.config.quantizes_activations(name)
-            )
+                name, found, k, n,
+                block=self.config.weight_block_size, quantize_activations=self.config.quantizes_activations(name),
+            )  # fmt: skip
         return identify(name, found, k, n, self.config.label(self._label_name(name, found)))
 
     def _label_name(self, name: str, found: Mapping[str, TensorSpec]) -> str:

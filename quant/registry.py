@@ -48,11 +48,12 @@ class _Supports:
         self.original = original
 
     def __call__(self, fields: Mapping[str, Any]) -> bool:
-        if self.original(fields):
+        method = fields.get("quant_method")
+        if (method is None or isinstance(method, str)) and self.original(fields):
             return True
         known = ", ".join(sorted(_tables()[1]))
         raise ValueError(
-            f"quant_method={fields.get('quant_method')!r} is not allowed; allowed: {known}. If the weights are plain, "
+            f"quant_method={method!r} is not allowed; allowed: {known}. If the weights are plain, "
             "remove quantization_config from config.json"
         )
 

@@ -165,6 +165,23 @@ def test_a_ragged_last_group_is_read_by_gptq_and_refused_by_awq() -> None:
         identify("m", awq, 288, 32, Label(method="awq", group_size=128, bits=4))
 
 
+@pytest.mark.parametrize(
+    ("kind", "n", "k"),
+    [("awq_gemm", 36, 64), ("awq_gemv", 32, 68), ("awq_gemv_fast", 32, 96)],
+)
+def test_a_shape_that_fills_no_words_of_an_awq_layout_is_refused(kind: str, n: int, k: int) -> None:
+    """Rounded down its words have a shape to expect, and the last channels would be missing."""
+    shapes = {
+        "awq_gemm": {"qweight": ("I32", (k, n // 8)), "qzeros": ("I32", (1, n // 8)), "scales": ("F16", (1, n))},
+        "awq_gemv": {"qweight": ("I32", (n, k // 8)), "qzeros": ("I32", (n, 4)), "scales": ("F16", (n, 32))},
+        "awq_gemv_fast": {"qweight": ("I16", (n // 4, k)), "qzeros": ("F16", (32, n)), "scales": ("F16", (32, n))},
+    }[kind]
+    specs = {name: TensorSpec(dtype=dtype, shape=shape) for name, (dtype, shape) in shapes.items()}
+    message = rf"module m: {k} input by {n} output channels do not fill the words of layout {kind}"
+    with pytest.raises(ValueError, match=message):
+        identify("m", specs, k, n, Label(method="awq", bits=4, group_size=-1))
+
+
 BROKEN = [
     ("qweight", lambda t: t.t().contiguous(), r"tensor m\.qweight: expected I32 \[8, 32\] .*found I32 \[32, 8\]"),
     ("scales", lambda t: t[:1], r"tensor m\.qzeros: expected I32|tensor m\.scales: expected"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_zoo import tiny_model
-from quant_files import Cell, pack_linear, quantize, random_integers, save_files, write_model
+from quant_files import Cell, pack_linear, quantize, save_files, write_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -269,21 +269,6 @@ def test_layers_can_be_offloaded(place: str, tmp_path: Path) -> None:
     assert _error(loaded, truth) < EXACT
     loaded.save_pretrained(tmp_path / "again")
     assert _error(_load(tmp_path / "again"), truth) < EXACT
-
-
-@pytest.mark.parametrize("k", [10944 // 16, 7392 // 16, 96])
-def test_input_sizes_that_fill_no_tile_load(k: int) -> None:
-    """vllm 9913, llm-compressor 57: K = 10944 or 7392, a multiple of the group and of nothing larger."""
-    cell = Cell(group_size=k // 6 if k % 32 else 32, symmetric=False)
-    integers = random_integers(cell, 24, k)
-    tensors = pack_linear(cell, integers)
-    names = {torch.int32: "I32", torch.float16: "F16"}
-    specs = {name: TensorSpec(dtype=names[value.dtype], shape=tuple(value.shape)) for name, value in tensors.items()}
-    layout = identify("m", specs, k, 24, Label(bits=4, group_size=cell.group_size))
-    linear = PackedLinear(layout, bias=False, dtype=torch.float32, scales_dtype=torch.float16)
-    linear.load(read("m", layout, tensors))
-    x = torch.randn(3, k, generator=torch.Generator().manual_seed(0))
-    assert torch.allclose(linear(x), x @ integers.dequantize().t(), atol=1e-5)
 
 
 def test_the_cpu_paths_agree(tmp_path: Path) -> None:
