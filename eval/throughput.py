@@ -2,12 +2,13 @@
 
 All systems run the same model object in the same process on the same greedy work: every prompt gets the same number of
 new tokens, prefix caching is off. The figure is wall time from prompts to token ids, prefill included: the median of
-the repeats after a shorter warm-up, in rounds of all systems. A decode step is what remains of it without a run that
+the repeats after a warm-up, in rounds of all systems. A decode step is what remains of it without a run that
 ends at the first token of each prompt, divided by the tokens that follow.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from hf_paged.config import EngineConfig
+from hf_paged.eval.figures import CacheFigures, facts_of
 from hf_paged.eval.machine import Machine, Timing, timed, timed_together
 from hf_paged.eval.workload import Workload, least_seconds
 from hf_paged.kv_cache import group_layers
@@ -27,6 +29,7 @@ from hf_paged.sampling_params import SamplingParams
 
 Run = Callable[[], int]
 
+_WARM_UP_TOKENS = 1 << 15
 _DENSE_BATCH = 16
 _NATIVE_BLOCK_SIZE = 256  # its default
 
@@ -78,7 +81,7 @@ def measure_throughput(
     """Measure an engine of `make_llm` and each of `baselines`: "dense" (`generate`), "native" (`generate_batch`, two
     systems: with a bounded pool, and tuned) or "native-as-called" (with nothing set).
 
-    Ours warms up on outputs of a quarter, a baseline on its first requests.
+    Ours warms up on the whole work, or on shorter outputs where that is long, a baseline on its first requests.
 
     Args:
         sampled: measure our engine also at temperature 0.8 and top-p 0.95.
@@ -158,6 +161,7 @@ def dense_bytes_per_token(llm: LLM) -> float:
 def _paged(llm: LLM, workload: Workload, *, name: str = "hf_paged", **sampling: Any) -> _System:
     """Every run starts cold: a prefix is shared within it only."""
     prompts = workload.prompts(llm.engine.vocab_size)
+    share = min(1.0, _WARM_UP_TOKENS / workload.generated_tokens)  # of each output: meets nearly all sizes of steps
 
     def run(lengths: Sequence[int]) -> int:
         llm.engine.scheduler.reset_prefix_cache()
@@ -166,11 +170,11 @@ def _paged(llm: LLM, workload: Workload, *, name: str = "hf_paged", **sampling: 
 
     return _System(
         name=name,
-        kv_cache=llm.engine.config.kv_cache_dtype,
+        kv_cache=CacheFigures(**facts_of(llm.engine, llm.engine.config.kv_cache_dtype)).name,
         kv_bytes_per_token=llm.engine.kv_cache.bytes_per_token,
         prompt_lens=workload.prompt_lens,
         run=lambda: run(workload.output_lens),
-        warm_up=lambda: run([-(-length // 4) for length in workload.output_lens]),  # meets the same sizes of steps
+        warm_up=lambda: run([math.ceil(length * share) for length in workload.output_lens]),
         prefill=lambda: run([1] * len(prompts)),
     )
 

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from hf_paged import cli_support as cli
-from hf_paged.cli_eval_support import PlotFile, check_plot, formats_of
+from hf_paged.cli_eval_support import KVScales, PlotFile, check_plot, formats_of
 from hf_paged.config import EngineConfig
 from hf_paged.eval.memory import BLOCK_SIZES, dense_waste, paged_waste
 from hf_paged.eval.workload import Workload, make_workload
@@ -67,6 +67,7 @@ KVFormats = Annotated[
 WeightBits = Annotated[
     int | None, typer.Option(min=2, max=8, help="Store the linears of a shape as GPTQ does, in groups of 128.")
 ]
+MaxBatchedTokens = Annotated[int, typer.Option(help="Tokens per step.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence; default: what the model was made for.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs after the warm-up; the median counts.")]
 NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; default: what the workload needs.")]
@@ -89,10 +90,12 @@ def throughput(
     sampled: Annotated[bool, typer.Option("--sampled", help="Also at temperature 0.8 and top-p 0.95.")] = False,
     repeats: Repeats = 5,
     kv_cache_dtype: KVFormats = None,
+    kv_scales: KVScales = EngineConfig.kv_scales,
     weight_bits: WeightBits = None,
     block_size: cli.BlockSize = EngineConfig.block_size,
     num_blocks: NumBlocks = EngineConfig.num_blocks,
     max_model_len: MaxModelLen = EngineConfig.max_model_len,
+    max_num_batched_tokens: MaxBatchedTokens = EngineConfig.max_num_batched_tokens,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
     plot: PlotFile = None,
@@ -159,6 +162,7 @@ def latency(
     num_blocks: NumBlocks = EngineConfig.num_blocks,
     weight_bits: WeightBits = None,
     max_model_len: MaxModelLen = EngineConfig.max_model_len,
+    max_num_batched_tokens: MaxBatchedTokens = EngineConfig.max_num_batched_tokens,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
 ) -> None:
@@ -199,6 +203,7 @@ def online(
     num_blocks: NumBlocks = EngineConfig.num_blocks,
     weight_bits: WeightBits = None,
     max_model_len: MaxModelLen = EngineConfig.max_model_len,
+    max_num_batched_tokens: MaxBatchedTokens = EngineConfig.max_num_batched_tokens,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
     plot: PlotFile = None,
