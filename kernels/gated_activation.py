@@ -1,6 +1,7 @@
 """Triton kernel for act(gate) * up on the two halves of one projection, or on two projections.
 
-With an order of the result's channels a program has a whole row, and the channels change places in shared memory.
+With an order of the result's channels and few rows a program has a whole row, whose channels change places in shared
+memory: at 32 rows of 11,008 that takes 8 microseconds more than the activation alone, a kernel behind it 3.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hf_paged.kernels.overlap import begin, overlap
 
 BLOCK = 1024  # columns per program
 MAX_ORDERED = 16384  # columns that a program can hold
+MAX_ORDERED_ROWS = 16
 
 
 @triton.jit
@@ -57,7 +59,7 @@ def _gated_activation(
 def gated_activation(gate: Tensor, up: Tensor, kind: str, order: Tensor | None) -> Tensor:
     """`reference_fused.gated_activation` on a GPU."""
     n = gate.shape[-1]
-    if order is not None and n > MAX_ORDERED:
+    if order is not None and (n > MAX_ORDERED or gate.numel() > MAX_ORDERED_ROWS * n):
         return gather_channels(gated_activation(gate, up, kind, None), order)
     block = BLOCK if order is None else triton.next_power_of_2(n)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 STEP = 128  # channels of a unit
 MAX_HOPPER_ROWS = 256  # above, cuBLAS on dequantized weights is faster (`eval/weights_bench.py`)
-MAX_GATHERED = 2  # most tokens that are gathered by `perm` in the kernel: 1.4 microseconds each, a kernel before it 2
+MAX_GATHERED = 0  # tokens that are gathered by `perm` in the kernel: 1.4 microseconds each, a kernel before it 0.5
 _SHARED_BYTES = 227 * 1024 - 1024  # of one program, less what the compiler takes
 _MOST_STAGES = 12
 _SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
