@@ -41,8 +41,7 @@ class BlockManager:
         self.windows = [group.window for group in groups]
         self.enable_prefix_caching = enable_prefix_caching
         self.num_cpu_blocks = num_cpu_blocks
-        self.prefix_queries = 0  # tokens of the requests that started, preempted ones again
-        self.prefix_hits = 0  # of these, tokens found in the prefix cache or the parent's blocks
+        self.prefix_hits = 0  # tokens of the requests that started, found in the prefix cache or the parent's blocks
         self._windowed = [(group, window) for group, window in enumerate(self.windows) if window is not None]
         self._free_cpu = list(range(num_cpu_blocks))
 
@@ -85,7 +84,6 @@ class BlockManager:
     def start(self, request: Request, start: Start) -> list[tuple[int, int]]:
         """Give the request its first blocks; returns the block copies (source, destination) that this takes."""
         if self.enable_prefix_caching:
-            self.prefix_queries += request.num_tokens
             self.prefix_hits += start.num_computed_tokens
         for table in start.block_tables:
             self.pool.touch(table)

@@ -89,11 +89,6 @@ class EngineRegistry:
         slot = self._slots.get(model)
         return None if slot is None else slot.engine
 
-    def drop(self, model: PreTrainedModel) -> None:
-        """Free the model's engine and its blocks."""
-        with self._lock:
-            self._slots.pop(model, None)
-
     def clear(self) -> None:
         with self._lock:
             self._slots.clear()

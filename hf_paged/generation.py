@@ -29,6 +29,7 @@ from hf_paged.paged_call import PagedCall, engine_config
 from hf_paged.served_models import paged_view
 
 CACHE_NAME = "paged"
+
 # ---- the hook on GenerationMixin.generate ----------------------------------------------------------------------------
 
 
@@ -82,12 +83,9 @@ def _generate_paged(model: PreTrainedModel, original: Callable[..., Any], call: 
     cache = _given_cache(call)
     if call.get("custom_generate") not in (None, generate):
         raise ValueError('custom_generate and cache_implementation="paged" exclude each other')
-    if cache is not None and not isinstance(cache, PagedCache):
-        raise ValueError(
-            f'the given cache is a {type(cache).__name__}; with cache_implementation="paged" it must be a PagedCache'
-        )
-    if cache is not None and call.get("cache_implementation") not in (None, CACHE_NAME):
-        raise ValueError(f"cache_implementation={call['cache_implementation']!r} and a PagedCache exclude each other")
+    if cache is not None:
+        _check_cache(model, cache, call.get("cache_implementation"))
+    _check_inputs(call)
     if _effective(model, call, "token_healing"):
         raise ValueError("token_healing is not available in paged generation; call model.heal_tokens() on the inputs")
     _withdraw(model, call, "cache_implementation")
@@ -95,7 +93,6 @@ def _generate_paged(model: PreTrainedModel, original: Callable[..., Any], call: 
     if cache is not None and options:
         raise ValueError("cache_config was given with a PagedCache, which has its options already")
     config = engine_config(options)
-    _check_inputs(call)
     view = paged_view(model)
     stop_strings = _withdraw(model, call, "stop_strings")
     if stop_strings is not None:
@@ -109,6 +106,18 @@ def _generate_paged(model: PreTrainedModel, original: Callable[..., Any], call: 
     )
     call["custom_generate"] = PagedCall(view=view, cache_config=config, arguments=arguments)
     return original(model, **call)
+
+
+def _check_cache(model: PreTrainedModel, cache: Any, implementation: str | None) -> None:
+    if not isinstance(cache, PagedCache):
+        raise ValueError(
+            f'the given cache is a {type(cache).__name__}; with cache_implementation="paged" it must be a PagedCache'
+        )
+    if implementation not in (None, CACHE_NAME):
+        raise ValueError(f"cache_implementation={implementation!r} and a PagedCache exclude each other")
+    wanted, name = model.config.get_text_config(decoder=True).num_hidden_layers, type(model).__name__
+    if len(cache.layers) != wanted:
+        raise ValueError(f"the given PagedCache has {len(cache.layers)} layers, {name} has {wanted}")
 
 
 def _check_inputs(call: Mapping[str, Any]) -> None:

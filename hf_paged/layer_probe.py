@@ -74,7 +74,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
     Raises:
         ValueError: encoder-decoder models, recurrent or convolutional state, attention that is not causal or not
-            described by a sliding window; the message names the model and what was found.
+            described by a sliding window, offloaded weights; the message names the model and what was found.
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
@@ -87,3 +87,5 @@ def check_supported(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} is recurrent: its state is not keys and values")
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(f"{name} attends in both directions (use_bidirectional_attention)")
+    if any(weight.is_meta for weight in model.parameters()) and any(hasattr(m, "_hf_hook") for m in model.modules()):
+        raise ValueError(f"{name} is offloaded: some of its weights are not in memory; load the model on one device")

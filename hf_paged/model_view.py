@@ -111,8 +111,5 @@ class ViewRegistry:
             self._views[model] = entry
         return entry[1]
 
-    def drop(self, model: PreTrainedModel) -> None:
-        self._views.pop(model, None)
-
     def clear(self) -> None:
         self._views.clear()

@@ -30,7 +30,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit
     min_tokens: int = 0  # output tokens before a stop token may end the request
     max_tokens: int | None = 16  # None = to max_model_len
-    seed: int | None = None  # None = the engine's generator
+    seed: int | None = None  # draws that depend on no other request (16-bit logits may, by a rounding); None = any
     stop: tuple[str, ...] = ()  # a str or a sequence of str is accepted
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

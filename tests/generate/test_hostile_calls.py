@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from model_zoo import VOCAB, left_padded, prompts, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -116,6 +117,20 @@ def test_what_cannot_be_done_is_named_and_the_next_call_works(
 def test_a_cache_and_another_implementation_are_not_silently_one_of_the_two(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="'static' and a PagedCache exclude each other"):
         call(model, ONE, past_key_values=PagedCache(model), cache_implementation="static")
+
+
+def test_the_cache_of_another_model_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="the given PagedCache has 2 layers, LlamaForCausalLM has 3"):
+        call(model, ONE, past_key_values=PagedCache(tiny_model("llama", num_hidden_layers=2)))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["engine", "loop"])
+def test_an_offloaded_model_is_refused_by_name(options: dict[str, Any]) -> None:
+    """Its hooks fetch weights for the modules that they were put on, not for those of a view."""
+    model = cpu_offload(tiny_model("llama"), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="LlamaForCausalLM is offloaded"):
+        call(model, ONE, **options, **PAGED)
+    assert call(model, ONE).shape == (1, 14)
 
 
 class Counter:
