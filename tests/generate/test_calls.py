@@ -13,8 +13,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    CLIPVisionConfig,
     EosTokenCriteria,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GenerationConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     LogitsProcessorList,
     MaxLengthCriteria,
     PreTrainedModel,
@@ -202,3 +208,40 @@ def test_a_call_from_inside_a_call_on_the_same_model_is_refused_and_does_not_han
     with pytest.raises(RuntimeError, match="inside its own paged generate"):
         call(model, logits_processor=LogitsProcessorList([nested]), **PAGED)
     call(model, **PAGED)
+
+
+_IMAGE = VOCAB - 1  # the token that stands for a piece of the image
+_TEXT = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "pad_token_id": PAD}
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "eos_token_id": None}
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_PIXELS = {"image_size": 16, "patch_size": 8}
+
+
+def seeing(model: Any) -> tuple[Any, dict[str, Any]]:
+    """A model and a call with an image of four pieces and some text."""
+    model.eval().generation_config.pad_token_id = PAD
+    ids = torch.cat([torch.full((1, 4), _IMAGE), BATCH["input_ids"][-1:]], dim=1)
+    pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+    return model, {**inputs, "do_sample": False, "max_new_tokens": 6}
+
+
+def test_an_image_is_seen_through_pages() -> None:
+    torch.manual_seed(0)
+    text, vision = LlamaConfig(**_TEXT, **_HEADS), CLIPVisionConfig(**_VISION, **_PIXELS)
+    llava = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=_IMAGE))
+    model, options = seeing(llava)
+    dense = model.generate(**options)
+    assert torch.equal(model.generate(**options, **PAGED), dense)
+    blank = {**options, "pixel_values": torch.zeros(1, 3, 16, 16)}
+    assert not torch.equal(model.generate(**blank), dense), "the image was meant to matter"
+
+
+def test_an_image_whose_pieces_see_each_other_both_ways_is_refused() -> None:
+    text, vision = {**_TEXT, **_HEADS, "sliding_window": 6}, {**_VISION, **_PIXELS}
+    tokens = {"image_token_index": _IMAGE, "boi_token_index": 94, "eoi_token_index": 93, "mm_tokens_per_image": 4}
+    gemma = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, **tokens))
+    model, options = seeing(gemma)
+    options["token_type_ids"] = (options["input_ids"] == _IMAGE).long()
+    with pytest.raises(ValueError, match="masks more than causality"):
+        model.generate(**options, **PAGED)
