@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import resource
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -36,13 +34,12 @@ from hf_paged.quant.layer_statistics import LayerRun, Reference
 from hf_paged.quant.partial_output import PartialOutput, check_output, check_space
 from hf_paged.quant.quantize_config import QuantizeConfig
 from hf_paged.quant.quantize_progress import QuantizeProgress
-from hf_paged.quant.quantize_report import LayerReport, QuantizeReport, package_versions
+from hf_paged.quant.quantize_report import LayerReport, QuantizeReport, package_versions, peak_cpu_bytes
 from hf_paged.quant.scale_folding import LayerTrace
 from hf_paged.quant.source_model import SourceModel
 from hf_paged.quant.weight import QuantizedWeight
 
 _COMPARED = 4  # windows on which a layer's output is compared before and after
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in which the system counts resident memory
 _OVERHEAD = 1.05  # scales and zero points, headers: of the disk space that is asked for
 
 
@@ -262,7 +259,7 @@ class _Run:
             seconds=time.monotonic() - begin,
             resumed_layers=self.resumed,
             peak_device_bytes=torch.cuda.max_memory_allocated(self.device) if cuda else None,
-            peak_cpu_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
+            peak_cpu_bytes=peak_cpu_bytes(),
             bytes_before=sum(_bytes(spec.dtype, spec.shape) for spec in self.source.header.specs.values()),
             bytes_after=total,
         )

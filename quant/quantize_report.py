@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 
@@ -121,3 +123,13 @@ def plot_errors(report: QuantizeReport, path: Path) -> None:
         f"{Path(report.model).name}: {settings['method']}, {settings['bits']} bits, g{settings['group_size']}"
     )
     figure.savefig(path)
+
+
+def peak_cpu_bytes() -> int:
+    """The most memory that this process has held, pages of mapped files among it."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
