@@ -330,11 +330,16 @@ def _join(
     window: int | None,
     config: DecodeConfig,
 ) -> None:
-    """Partial results into `out`; few warps for few parts of a head, and more for a long sequence's many."""
+    """Partial results into `out`: one program for the heads of a KV head, and more for a long sequence's many parts."""
     group, v_dim = partial.shape[2:]
-    v_block = triton.next_power_of_2(v_dim)
-    many = config.programs >= 16 * num_seqs * kv_heads
-    join_kernel[kv_heads * group, num_seqs](
+    h_block, columns, step = triton.next_power_of_2(group), triton.next_power_of_2(v_dim), 8
+    heads = group
+    if h_block * columns > 2048 or config.programs >= 16 * num_seqs * kv_heads:
+        heads, h_block = 1, 1
+    if config.programs >= 16 * num_seqs * kv_heads:
+        columns = min(columns, 32)
+        step = 256
+    join_kernel[kv_heads * group // heads, num_seqs, triton.cdiv(v_dim, columns)](
         out,
         partial,
         lse,
@@ -344,16 +349,18 @@ def _join(
         window or 0,
         config.programs,
         GROUP=group,
+        HEADS=heads,
+        H_BLOCK=h_block,
         V_DIM=v_dim,
-        V_BLOCK=v_block,
+        COLUMNS=columns,
         TILE=config.tile,
         LEAST=config.least,
-        STEP=8192 // v_block if many else 8,
+        STEP=step,
         WINDOW=window is not None,
         SINKS=0 if sinks is None else sinks.dim(),
         OVERLAP=config.overlap,
         WHOLE=config.whole,
-        num_warps=4 if many else 1,
+        num_warps=min(max(step * h_block * columns // 2048, 1), 4),
         **({"launch_pdl": True} if config.overlap else {}),
     )
 

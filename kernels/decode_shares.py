@@ -123,8 +123,10 @@ def join_kernel(
     window,
     held,
     GROUP: tl.constexpr,
+    HEADS: tl.constexpr,  # of a program: GROUP or 1
+    H_BLOCK: tl.constexpr,
     V_DIM: tl.constexpr,
-    V_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a program
     TILE: tl.constexpr,
     LEAST: tl.constexpr,
     STEP: tl.constexpr,
@@ -133,10 +135,10 @@ def join_kernel(
     OVERLAP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """One head of one sequence: join its partial results, if there are any; zeros where the sequence is empty."""
-    head = tl.program_id(0)
+    """Heads of one KV head of one sequence: join their partial results, if there are any; zeros for an empty one."""
+    first_head = tl.program_id(0) * HEADS
     seq = tl.program_id(1)
-    heads = tl.num_programs(0)
+    heads = tl.num_programs(0) * HEADS
     kv_heads = heads // GROUP
     n = tl.arange(0, SCAN)
     total, longest = _total_and_longest(seq_lens_ptr, num_seqs, window, WINDOW, TILE)
@@ -146,18 +148,20 @@ def join_kernel(
         seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < seq, other=0)
         _, _, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
         before += tl.sum(tiles, 0)
+    _, _, tiles = visible_tiles(tl.load(seq_lens_ptr + seq), window, WINDOW, TILE)
     if OVERLAP:  # every program, whatever it has to do: what follows this kernel follows the other one too
         gdc_wait()
-    _, _, tiles = visible_tiles(tl.load(seq_lens_ptr + seq), window, WINDOW, TILE)
-    d = tl.arange(0, V_BLOCK)
-    out_row = out_ptr + (seq.to(tl.int64) * heads + head) * V_DIM + d
+    h = tl.arange(0, H_BLOCK)
+    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    out = out_ptr + (seq.to(tl.int64) * heads + first_head + h)[:, None] * V_DIM + d[None, :]
+    mask = (h < HEADS)[:, None] & (d < V_DIM)[None, :]
     if tiles == 0:  # a padded row of a captured graph
-        tl.store(out_row, tl.zeros([V_BLOCK], out_ptr.dtype.element_ty), mask=d < V_DIM)
+        tl.store(out, tl.zeros([H_BLOCK, COLUMNS], out_ptr.dtype.element_ty), mask=mask)
         return
     if WHOLE:  # noqa: SIM102 (as above)
         if longest * num_seqs <= ALIKE * total:
             return
-    begin = before * kv_heads + head // GROUP * tiles
+    begin = before * kv_heads + first_head // GROUP * tiles
     programs = working_programs(units, held, LEAST)
     first = _program_of(begin, units, programs)
     last = _program_of(begin + tiles - 1, units, programs)
@@ -165,24 +169,27 @@ def join_kernel(
         return
 
     s = tl.arange(0, STEP)
-    acc = tl.zeros([V_BLOCK], tl.float32)
-    top = float("-inf")
-    total = 0.0
+    acc = tl.zeros([H_BLOCK, COLUMNS], tl.float32)
+    top = tl.full([H_BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([H_BLOCK], tl.float32)
     if SINKS:
-        at = seq * tl.num_programs(0) * (SINKS - 1) + head
-        top = tl.load(sinks_ptr + at).to(tl.float32) * 1.4426950408889634
-        total = 1.0
+        at = seq * heads * (SINKS - 1) + first_head + h
+        top = tl.load(sinks_ptr + at, mask=h < HEADS, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += 1.0
     for p in range(first, last + 1, STEP):
-        live = p + s <= last
-        slot = ((p + s) * 2 + (p + s == first).to(tl.int32)) * GROUP + head % GROUP
-        lse = tl.load(lse_ptr + slot, mask=live, other=float("-inf"))
+        live = (p + s <= last)[:, None]
+        slot = (((p + s) * 2 + (p + s == first).to(tl.int32)) * GROUP + first_head % GROUP)[:, None] + h[None, :]
+        lse = tl.load(lse_ptr + slot, mask=live & (h < HEADS)[None, :], other=float("-inf"))
         part = tl.load(
-            partial_ptr + slot[:, None] * V_DIM + d[None, :], mask=live[:, None] & (d < V_DIM)[None, :], other=0.0
+            partial_ptr + slot[:, :, None] * V_DIM + d[None, None, :],
+            mask=live[:, :, None] & mask[None, :, :],
+            other=0.0,
         )
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        weight = tl.exp2(lse - new_top)
+        new_top = tl.where(h < HEADS, tl.maximum(top, tl.max(lse, 0)), 0.0)
+        weight = tl.exp2(lse - new_top[None, :])
         decay = tl.exp2(top - new_top)
-        acc = acc * decay + tl.sum(part * weight[:, None], 0)
+        acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
         total = total * decay + tl.sum(weight, 0)
         top = new_top
-    tl.store(out_row, (acc / total).to(out_ptr.dtype.element_ty), mask=d < V_DIM)
+    total = tl.where(h < HEADS, total, 1.0)
+    tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
