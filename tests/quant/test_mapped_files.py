@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from hf_paged.eval.random_checkpoint import Format, LlamaShape, write_checkpoint
 from hf_paged.quant import convert
 from hf_paged.quant.mapped_files import MappedFiles
 
@@ -56,3 +57,23 @@ def test_they_are_given_back_in_portions_and_only_for_tensors_that_left_the_cpu(
     for _ in range(5):
         files.was_copied(128 << 20)
     assert len(released) == 2
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_larger_than_the_portions_never_lies_in_cpu_memory_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = LlamaShape(hidden=4096, intermediate=11008, layers=8, heads=32, kv_heads=32, vocab=256)
+    write_checkpoint(tmp_path, shape, Format())
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    before, seen = resident(), [0]
+    release = MappedFiles.release
+
+    def counted(files: MappedFiles) -> None:
+        seen.append(resident() - before)
+        release(files)
+        seen.append(resident() - before)
+
+    monkeypatch.setattr(MappedFiles, "release", counted)
+    AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16, device_map="cuda")
+    assert len(seen) > 4 and max(seen) < size * 0.6, (size, seen)  # threads read ahead
