@@ -17,11 +17,12 @@ from torch import Tensor
 
 from hf_paged.quant.grid import Grid, encode, parameters, stored
 from hf_paged.quant.hessian import Hessian
-from hf_paged.quant.rtn import check_weight, quantized, rtn
+from hf_paged.quant.rtn import check_weight, quantized
 from hf_paged.quant.weight import QuantizedWeight, dequantize
 
 _RATIOS = 20  # exponents tried
-_CLIPS = 10  # values tried for each end of a group's range
+_ENDS = 10  # values tried for each end of a group's range
+_ENDS_QUICKLY = 6  # values tried for both ends together, while scales are compared
 _SMALLEST = 0.55  # of them, as a share of the whole
 _SWEEPS = 2  # times that every group's range is chosen
 _ELEMENTS = 2**22  # values searched at a time: temporaries of 16 MB stay in a GPU's L2
@@ -52,22 +53,23 @@ def awq_scales(
         raise ValueError("activations hold NaN or infinite values, expected finite ones")
     measure = loss or _output_error(weights, hessian)
     best = torch.ones_like(x)
-    least = measure(_rounded(weights, best, grid))
+    least = measure(_rounded(weights, best, hessian, grid))
     for scales in _candidates(x, _mean_weight(weights, grid), share):
-        error = measure(_rounded(weights, scales, grid))
+        error = measure(_rounded(weights, scales, hessian, grid))
         if error < least:
             best, least = scales, error
     return best
 
 
-def awq_round(weight: Tensor, hessian: Tensor, grid: Grid) -> QuantizedWeight:
+def awq_round(weight: Tensor, hessian: Tensor, grid: Grid, *, quick: bool = False) -> QuantizedWeight:
     """`[N, K]` rounded, each group over the range that makes the error of the whole output least.
 
     Ranges are tried down to _SMALLEST of the whole one, at each end (at both alike where the grid is symmetric): the
     codes that are nearest in a range, with the scale that suits these codes best. Taken is what leaves, together with
     the errors of all other groups, the least tr E H E^T; so groups make up for each other, and no step adds error.
 
-    `hessian [K, K]` fp32 is of the inputs divided by the scales. Raises as `awq_scales`.
+    `hessian [K, K]` fp32 is of the inputs divided by the scales. `quick` tries fewer ranges, once. Raises as
+    `awq_scales`.
     """
     check_weight(weight, grid.scales_dtype)
     check_divides(weight, grid)
@@ -79,20 +81,20 @@ def awq_round(weight: Tensor, hessian: Tensor, grid: Grid) -> QuantizedWeight:
     scales, zeros = parameters(low, high, grid)
     codes = encode(groups, scales[:, None], zeros[:, None], grid.top)
     wrong = ((codes - zeros[:, None]) * scales[:, None] - groups).view(k, n)
-    for group in list(range(k // size)) * _SWEEPS:
+    for group in list(range(k // size)) * (1 if quick else _SWEEPS):
         part = slice(group * size, (group + 1) * size)
         block = hessian[part, part]
         wanted = block @ (columns[part] + wrong[part]) - hessian[part] @ wrong
-        ranges = _ranges(low[group], high[group], grid)
+        ranges = _ranges(low[group], high[group], grid, quick)
         scales[group], zeros[group], codes[group] = _best(groups[group], block, wanted, *ranges, grid)
         wrong[part] = (codes[group] - zeros[group]) * scales[group] - columns[part]
     return quantized(codes.view(k, n), scales, zeros, None, grid)
 
 
-def _ranges(low: Tensor, high: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def _ranges(low: Tensor, high: Tensor, grid: Grid, quick: bool) -> tuple[Tensor, Tensor]:
     """Scales and zeros `[tried, N]` of the ranges inside `[low, high]`."""
-    shrinks = torch.linspace(1, _SMALLEST, _CLIPS, device=low.device)
-    ends = torch.stack((shrinks, shrinks), 1) if grid.sym else torch.cartesian_prod(shrinks, shrinks)
+    shrinks = torch.linspace(1, _SMALLEST, _ENDS_QUICKLY if quick else _ENDS, device=low.device)
+    ends = torch.stack((shrinks, shrinks), 1) if grid.sym or quick else torch.cartesian_prod(shrinks, shrinks)
     return parameters(low * ends[:, :1], high * ends[:, 1:], grid)
 
 
@@ -160,9 +162,11 @@ def _mean_weight(weights: Sequence[Tensor], grid: Grid) -> Tensor:
     return total / rows
 
 
-def _rounded(weights: Sequence[Tensor], scales: Tensor, grid: Grid) -> list[Tensor]:
+def _rounded(weights: Sequence[Tensor], scales: Tensor, hessian: Hessian, grid: Grid) -> list[Tensor]:
     """The weights as they act after scaling, rounding and dividing what comes in."""
-    return [dequantize(rtn(weight.float() * scales, grid), torch.float32) / scales for weight in weights]
+    scaled = hessian.matrix / scales / scales[:, None]
+    rounded = [awq_round(weight.float() * scales, scaled, grid, quick=True) for weight in weights]
+    return [dequantize(weight, torch.float32) / scales for weight in rounded]
 
 
 def _output_error(weights: Sequence[Tensor], hessian: Hessian) -> Loss:
