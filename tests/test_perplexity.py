@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from hf_paged import model_runner
+from hf_paged import PagedCache, cache_pages, model_runner
 from hf_paged.eval.perplexity import measure_perplexity
 from hf_paged.eval.scoring import ScoringEngine, target_logprobs
 from hf_paged.eval.texts import read_text, token_ids_of, windows_of
@@ -24,6 +25,7 @@ from hf_paged.kv_cache import LayerFormat
 
 WINDOW = 64
 TEXT = prompts((3 * WINDOW + 10,), seed=3)[0].tolist()
+FORMATS = ["auto", "int8", "fp8", "int4", "k=int8,v=int4"]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,30 @@ def test_scores_are_those_of_plain_attention_over_dequantized_keys_and_values(
     assert abs(plain / unquantized - 1) > 1e-3, "the two could not be told apart"
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8", "int4", "k=int8,v=int4"])
+def store_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on every write, of engines and of caches, leaves its channels in the wrong order."""
+
+    def spoil(layer: LayerKV, slot_mapping: Tensor) -> None:
+        blocks = slot_mapping.div(layer.block_size, rounding_mode="floor").unique()
+        for pages in (layer.k, layer.v):
+            stored = pages.tensor.view(torch.uint8) if pages.tensor.itemsize == 1 else pages.tensor
+            stored[blocks] = stored[blocks].flip(-1)
+
+    def write(original: Any, layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor, derived: Any) -> None:
+        original(layer, key, value, slot_mapping, derived)
+        spoil(layer, slot_mapping)
+
+    def rope_write(*operands: Any, original: Any = model_runner.rope_write, **options: Any) -> Tensor:
+        query: Tensor = original(*operands, **options)
+        spoil(*operands[5:7])
+        return query
+
+    for module in (model_runner, cache_pages):
+        monkeypatch.setattr(module, "write_kv", partial(write, module.write_kv))
+    monkeypatch.setattr(model_runner, "rope_write", rope_write)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", FORMATS)
 @pytest.mark.parametrize("chunk", [16, WINDOW])
 def test_garbage_in_the_pages_changes_the_perplexity(
     monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str, chunk: int
@@ -132,26 +157,47 @@ def test_garbage_in_the_pages_changes_the_perplexity(
     """Any path that scored with the keys and values it computed, not with those stored, would not notice."""
     model = biased_model()
     honest = perplexity(model, kv_cache_dtype, chunk=chunk)
-    write, rope_write = model_runner.write_kv, model_runner.rope_write
-
-    def spoil(layer: LayerKV, slot_mapping: Tensor) -> None:
-        blocks = slot_mapping.div(layer.block_size, rounding_mode="floor").unique()
-        for pages in (layer.k, layer.v):
-            stored = pages.tensor.view(torch.uint8) if pages.tensor.itemsize == 1 else pages.tensor
-            stored[blocks] = stored[blocks].flip(-1)  # channels in the wrong order
-
-    def write_garbage(layer: LayerKV, key: Tensor, value: Tensor, slot_mapping: Tensor, derived: Any) -> None:
-        write(layer, key, value, slot_mapping, derived)
-        spoil(layer, slot_mapping)
-
-    def rope_write_garbage(*operands: Any, **options: Any) -> Tensor:
-        query = rope_write(*operands, **options)
-        spoil(*operands[5:7])
-        return query
-
-    monkeypatch.setattr(model_runner, "write_kv", write_garbage)
-    monkeypatch.setattr(model_runner, "rope_write", rope_write_garbage)
+    store_garbage(monkeypatch)
     assert abs(perplexity(model, kv_cache_dtype, chunk=chunk) / honest - 1) > 0.01
+
+
+@pytest.mark.parametrize("kv_cache_dtype", FORMATS)
+@pytest.mark.parametrize("attention", ["hf_paged", "sdpa"])
+def test_garbage_in_a_cache_changes_the_logits_of_the_forward_that_wrote_it(
+    monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str, attention: str
+) -> None:
+    """The loops of `generate`, whether attention reads the pages or is given what they hold."""
+    model = biased_model()
+    model.set_attn_implementation(attention)
+
+    def logits() -> Tensor:
+        with torch.no_grad():
+            cache = PagedCache(model, kv_cache_dtype=kv_cache_dtype)
+            found: Tensor = model(torch.tensor([TEXT[:WINDOW]]), past_key_values=cache).logits
+        return found
+
+    honest = logits()
+    store_garbage(monkeypatch)
+    assert (logits() - honest).abs().mean() > 0.1 * honest.std()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache_dtype", FORMATS)
+def test_garbage_in_the_pages_reaches_prompts_through_a_workspace(
+    monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str
+) -> None:
+    """Long prompts on coded pages attend over a dequantized copy; one of what was computed would flatter."""
+    from hf_paged.kernels import prefill_workspace
+
+    model = biased_model().half().cuda()
+    taken = []
+    wanted = prefill_workspace.wanted
+    monkeypatch.setattr(prefill_workspace, "wanted", lambda *step: taken.append(wanted(*step)) or taken[-1])
+    honest = measure_perplexity(model, TEXT, window=200, kv_cache_dtype=kv_cache_dtype).perplexity
+    assert any(taken) == (kv_cache_dtype != "auto")
+    store_garbage(monkeypatch)
+    spoilt = measure_perplexity(model, TEXT, window=200, kv_cache_dtype=kv_cache_dtype).perplexity
+    assert abs(spoilt / honest - 1) > 0.01
 
 
 def test_a_stride_scores_every_token_once_with_more_context(model: PreTrainedModel) -> None:
