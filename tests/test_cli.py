@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -370,6 +371,34 @@ def test_bench_throughput_measures_its_systems_and_ends_with_json(model_path: Pa
     natives = [("native, bounded", "auto"), ("native, tuned", "auto")]
     assert systems == [("hf_paged", "int8"), ("dense", "auto"), *natives]
     assert all(0 < row["tokens_per_s"] < row["ceiling"] for row in record["results"])
+
+
+def test_bench_throughput_takes_formats_and_workloads_and_tells_each_decode_step(
+    model_path: Path, tmp_path: Path
+) -> None:
+    picture = tmp_path / "speed.png"
+    result = run(
+        "bench", "throughput", model_path, "--workload", "b1", "--workload", "ragged3", "--prompt-tokens", "8..24",
+        "--new-tokens", "4", "--sampled", "--repeats", "1", "--kv-cache-dtype", "auto,int8", "--plot", str(picture),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout.splitlines()[-1])["results"]
+    kinds = [(row["kv_cache"], row["workload"], row["system"]) for row in rows]
+    assert kinds == list(product(("auto", "int8"), ("b1", "ragged3"), ("hf_paged", "hf_paged, sampled")))
+    assert all(row["step_ceiling"] > 0 and row["prefill"] > 0 for row in rows)
+    assert picture.stat().st_size > 0
+
+
+def test_a_shape_can_have_packed_weights_of_its_own_and_a_model_cannot(model_path: Path) -> None:
+    result = run("bench", "throughput", model_path, "--weight-bits", "4", "--workload", "b1")
+    assert result.exit_code == 1
+    assert "weight_bits=4" in result.stderr
+
+
+def test_workloads_that_let_different_numbers_run_need_an_engine_each(model_path: Path) -> None:
+    result = run("bench", "throughput", model_path, "--workload", "ragged129", "--workload", "burst")
+    assert result.exit_code == 1
+    assert "an engine each" in result.stderr
 
 
 def test_bench_latency_ends_with_json(model_path: Path) -> None:
