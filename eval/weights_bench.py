@@ -3,13 +3,14 @@
     python -m hf_paged.eval.weights_bench                              # layers of 7B and 70B models
     python -m hf_paged.eval.weights_bench --shapes 57344x8192 --rows 1,8,16 --sweep
     python -m hf_paged.eval.weights_bench --zeros --dtype fp16         # AWQ
-    python -m hf_paged.eval.weights_bench --act-order                  # the activation gather in the kernel
+    python -m hf_paged.eval.weights_bench --act-order                  # with the gather of its channels
     python -m hf_paged.eval.weights_bench --path portable              # the Triton kernel, whatever the GPU
 
 Calls of a captured graph rotate over as many copies of the weight as exceed the L2 cache four times; a figure is the
-median over replays. The roof is max(bytes / read bandwidth, FLOPs / measured matrix rate), where bytes are the packed
-weight, its scales and zeros, and the activations in and out, each once. "Ours" is the product as a layer calls it.
-Prints a table, then one JSON line per row.
+median over replays, ours and cuBLAS's in turns. The roof is max(bytes / read bandwidth, FLOPs / measured matrix
+rate), where bytes are the packed weight, its scales and zeros, and the activations in and out, each once. "Ours" is the
+product as a layer calls it. Prints a table with the launch that was chosen (tokens x outputs of a tile, programs), then
+one JSON line per row.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,8 +30,14 @@ from hf_paged.eval.kernels_bench import graph_time, read_bandwidth
 from hf_paged.kernels.packed_linear import lock_count, multiprocessors, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, field_bits, packed_shape, tile_k
 from hf_paged.kernels.w4a16 import w4a16
-from hf_paged.kernels.w4a16_hopper import SHAPES as TILE_SHAPES
-from hf_paged.kernels.w4a16_hopper import STEP, HopperTiles, fits_hopper, w4a16_hopper
+from hf_paged.kernels.w4a16_hopper import (
+    MAX_HOPPER_ROWS,
+    HopperTiles,
+    choose_hopper_tiles,
+    fits_hopper,
+    hopper_launches,
+    w4a16_hopper,
+)
 from hf_paged.kernels.w4a16_tiles import Tiles, choose_tiles
 from hf_paged.kernels.weight_dequantize import dequantize
 
@@ -88,14 +95,35 @@ def portable_launches(m: int, n: int, tiles: int, programs: int) -> Iterator[Til
         )
 
 
-def hopper_launches(m: int, n: int, k: int, programs: int) -> Iterator[HopperTiles]:
-    for shape, split in itertools.product(TILE_SHAPES, (1, 2, 4, 8)):
-        blocks = -(-n // shape.tiles.rows) * -(-m // shape.tiles.block_m)
-        if shape.tiles.many:
-            for count in {programs, max(programs // blocks, 1) * blocks} if split == 1 else ():
-                yield replace(shape.tiles, programs=min(count, blocks * -(-k // STEP)))
-        elif split == 1 or blocks * split <= programs:
-            yield replace(shape.tiles, split=split)
+def likely_launches(m: int, n: int, k: int, programs: int) -> Iterator[HopperTiles]:
+    """Launches of the Hopper kernels that may cost up to twice the chosen one."""
+    launches = list(hopper_launches(m, n, k, programs))
+    least = min(cost for cost, _ in launches)
+    return (tiles for cost, tiles in launches if cost < 2 * least)
+
+
+def times_in_turns(*sides: list[Callable[[], object]], replays: int = 10) -> list[float]:
+    """Seconds per call of each side, each captured in a graph: clocks that fall under load fall for all."""
+    graphs = []
+    for calls in sides:
+        for call in calls[:2]:
+            call()
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for call in calls:
+                call()
+        graphs[-1].replay()
+    times: list[list[float]] = [[] for _ in sides]
+    for _ in range(replays):
+        for graph, calls, seconds in zip(graphs, sides, times):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return [statistics.median(seconds) for seconds in times]
 
 
 def bench_shape(n: int, k: int, args: argparse.Namespace, bandwidth: float, rate: float) -> list[dict[str, Any]]:
@@ -120,8 +148,14 @@ def bench_shape(n: int, k: int, args: argparse.Namespace, bandwidth: float, rate
             "act_order": args.act_order,
             "roof_us": roof * 1e6,
         }
-        row["cublas_us"] = graph_time([partial(torch.nn.functional.linear, x, weight) for weight in dense]) * 1e6
-        row["ours_us"] = graph_time([partial(ours(args), x, weight, None, locks) for weight in weights]) * 1e6
+        ours_s, cublas_s = times_in_turns(
+            [partial(ours(args), x, weight, None, locks) for weight in weights],
+            [partial(torch.nn.functional.linear, x, weight) for weight in dense],
+        )
+        row["ours_us"], row["cublas_us"] = ours_s * 1e6, cublas_s * 1e6
+        if args.path == "auto" and m <= MAX_HOPPER_ROWS and fits_hopper(x, first):
+            tiles = choose_hopper_tiles(m, n, k, multiprocessors(0))
+            row["launch"] = f"{tiles.block_m} x {tiles.rows}, {tiles.programs}"
         row["percent"] = 100 * row["roof_us"] / row["ours_us"]
         row["gb_s"] = weight_bytes(first) / row["ours_us"] / 1e3
         if args.sweep:
@@ -156,7 +190,7 @@ def sweep(x: Tensor, weights: list[PackedWeight], locks: Tensor, args: argparse.
     launches: Iterator[Any] = portable_launches(m, n, weights[0].packed.shape[1], programs)
     kernel: Callable[..., Tensor] = w4a16
     if args.path == "auto" and fits_hopper(x, weights[0]):
-        launches, kernel = hopper_launches(m, n, k, programs), w4a16_hopper
+        launches, kernel = likely_launches(m, n, k, programs), w4a16_hopper
     timed = [
         (time, str(launch))
         for launch in launches
@@ -181,7 +215,8 @@ def print_row(row: dict[str, Any]) -> None:
     swept = f" best {row['best_us']:9.1f}" if "best_us" in row else ""
     print(
         f"{row['n']:6} x {row['k']:<6} m {row['m']:<5} roof {row['roof_us']:8.1f} ours {row['ours_us']:9.1f}{swept} "
-        f"cuBLAS {row['cublas_us']:9.1f} us {row['percent']:5.1f}% of the roof, {row['gb_s']:7.0f} GB/s",
+        f"cuBLAS {row['cublas_us']:9.1f} us {row['percent']:5.1f}% of the roof, {row['gb_s']:7.0f} GB/s "
+        f"{row.get('launch', '')}",
         flush=True,
     )
 

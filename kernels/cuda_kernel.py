@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_SWIZZLE_128_BYTES, _PROMOTE_256_BYTES = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 
 
 class _Attribute(ctypes.Structure):
@@ -33,6 +34,34 @@ class _LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("attribute_count", ctypes.c_uint),
     ]
+
+
+class TensorMap:
+    """Says to a kernel's bulk copies how to find boxes of `rows` rows by 64 columns of a matrix.
+
+    `x`: `[M, K]` fp16 or bf16, contiguous, K a multiple of 8, 16-byte aligned. A box lies in shared memory as rows of
+    128 bytes whose 16-byte pieces are swizzled; what is outside of the matrix is zero there. Does not keep `x` alive.
+    """
+
+    def __init__(self, x: Tensor, rows: int) -> None:
+        m, k = x.shape
+        self._memory = (ctypes.c_ubyte * 192)()  # 128 bytes, aligned to 64
+        self.address = -(-ctypes.addressof(self._memory) // 64) * 64
+        encoded = _driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(self.address),
+            _TENSOR_TYPES[x.dtype],
+            2,
+            ctypes.c_void_p(x.data_ptr()),
+            (ctypes.c_uint64 * 2)(k, m),
+            (ctypes.c_uint64 * 1)(2 * k),
+            (ctypes.c_uint32 * 2)(64, rows),
+            (ctypes.c_uint32 * 2)(1, 1),
+            0,  # not interleaved
+            _SWIZZLE_128_BYTES,
+            _PROMOTE_256_BYTES,
+            0,  # zeros outside
+        )
+        _check(encoded)
 
 
 class CudaKernel:
@@ -52,29 +81,26 @@ class CudaKernel:
         self._shared_bytes = shared_bytes
 
     def launch(
-        self,
-        grid: int,
-        threads: int,
-        arguments: Sequence[Tensor | int | None],
-        *,
-        cluster: int = 1,
-        overlap: bool = False,
+        self, grid: int, threads: int, arguments: Sequence[Tensor | TensorMap | int | None], *, overlap: bool = False
     ) -> None:
-        """Pointers (None is null) and 32-bit integers, on the current stream.
+        """Pointers (None is null), tensor maps and 32-bit integers, on the current stream.
 
-        `cluster` programs side by side are one cluster. With `overlap` it may start before the kernel before it has
-        ended, and must wait for that one (`griddepcontrol.wait`) before it reads or writes what the other touches.
+        With `overlap` it may start before the kernel before it has ended, and must wait for that one
+        (`griddepcontrol.wait`) before it reads or writes what the other touches.
         """
         values = [
             ctypes.c_int(item) if isinstance(item, int) else ctypes.c_void_p(None if item is None else item.data_ptr())
             for item in arguments
+            if not isinstance(item, TensorMap)
         ]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        attributes = (_Attribute * 2)(_Attribute(id=_CLUSTER), _Attribute(id=_OVERLAP))
-        attributes[0].value[:3] = cluster, 1, 1
-        attributes[1].value[0] = 1
+        plain = iter(values)
+        pointers = (ctypes.c_void_p * len(arguments))(
+            *(item.address if isinstance(item, TensorMap) else ctypes.addressof(next(plain)) for item in arguments)
+        )
+        attributes = (_Attribute * 1)(_Attribute(id=_OVERLAP))
+        attributes[0].value[0] = 1
         stream = torch.cuda.current_stream().cuda_stream
-        config = _LaunchConfig(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, attributes, 1 + int(overlap))
+        config = _LaunchConfig(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, attributes, int(overlap))
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
 

@@ -1,27 +1,26 @@
 // 4-bit weights times 16-bit activations on Hopper: out[m, n] = sum_k x[m, k] * w[n, k]. Weights are the left operand
 // and never leave the registers that they are unpacked in. Here: what both kernels share.
 //
-// A warpgroup of producers brings packed words (bulk copies) and activations (16-byte copies, swizzled) of one unit to
-// a ring in shared memory; the others unpack and multiply. A unit is one step, 128 channels, of an output tile. Parts of
-// a tile are added in a fixed order, so a result does not depend on timing. Defines come from `w4a16_hopper.py`:
+// A warpgroup of producers brings packed words and activations of one unit to a ring in shared memory; the others unpack
+// and multiply. A unit is one step, 128 channels, of an output tile; programs share the units of all tiles evenly. Defines
+// come from `w4a16_hopper.py`:
 //   BM, ROWS        tokens and output channels of a tile
 //   STAGES          of the ring
 //   WARPGROUPS      that multiply
-//   SPLIT           programs of a cluster
 //   HALF            0 bf16, 1 fp16
 //   GROUPS          of a step: 1, 2, 4
 //   SCALE           0 fp16, 1 bf16, 2 fp32
-//   HAS_ZEROS, HAS_PERM, and MIDDLE, the zero point without zeros
+//   HAS_ZEROS, and MIDDLE, the zero point without zeros
 //   REGISTERS, PRODUCE_REGISTERS   of a thread that multiplies, produces
-//   EXACT, WGMMA    of w4a16_hopper_many.cu
+//   BURST, BUFFERS, WGMMA   of w4a16_hopper_many.cu
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-static_assert(STAGES >= 4, "four producers take turns: with fewer stages one could take a phase for the next");
 constexpr int TILES = ROWS / 64;          // packed tiles of a step
 constexpr int SUB = TILES / WARPGROUPS;   // of a warpgroup
+constexpr int PIECES = SUB * (BM / 8);    // of 64 outputs by 8 tokens
 constexpr int SCALE_BYTES = SCALE == 2 ? 4 : 2;
 constexpr int X_BYTES = BM * 256;
 constexpr int W_BYTES = ROWS * 64;
@@ -57,25 +56,6 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u
 }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-// Of warps that multiply nothing: the barriers of the sum count every thread.
-__device__ __forceinline__ void meet_the_cluster() {
-  if (SPLIT > 1) {
-    cluster_sync();
-    cluster_sync();
-  }
-}
-__device__ __forceinline__ float4 load_remote(u32 at, int rank) {
-  float4 v;
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at), "r"(rank) : "memory");
-  return v;
-}
-
 #if HALF
 #define T2 "f16x2"
 #else
@@ -117,20 +97,29 @@ struct Problem {
   const char* packed;
   const char* scales;
   const u8* zeros;
-  const int* perm;
   const u16* bias;
   u16* out;
   int M, N, K, group, groups;
   int steps, tiles_m;  // of a tile, of the tokens
-  int begin, end;      // units of this program: unit u is step u % steps of tile u / steps
+  int units;           // unit u is step u % steps of tile u / steps
+  int begin, end;      // of this program
+  float4* partial;     // [programs, WARPGROUPS, PIECES, 128] parts of tiles
+  int* counters;       // [programs, WARPGROUPS], zero before and after a launch
 };
 
-// Packed words, scales and zeros of a unit. Depends on no kernel before this one.
-__device__ __forceinline__ void produce_weights(const Problem& p, char* smem, int stage, int unit, u32 full) {
-  if (threadIdx.x % 32 != 0) return;
+__device__ __forceinline__ int first_unit(int program, int units) {
+  return (int)((long long)units * program / gridDim.x);
+}
+__device__ __forceinline__ int program_of(int unit, int units) {
+  return (int)(((long long)(unit + 1) * gridDim.x - 1) / units);
+}
+
+// Packed words, scales and zeros of a unit, by one thread. Depends on no kernel before this one. `more`: bytes of
+// activations that bulk copies bring to this stage.
+__device__ __forceinline__ void produce_weights(const Problem& p, char* smem, int stage, int unit, u32 full, int more) {
   const int tile = unit / p.steps, step = unit - tile * p.steps, row_tile = tile / p.tiles_m * TILES;
   const int rows = min(ROWS, p.N - row_tile * 64), tiles = (rows + 63) / 64;
-  barrier_expect(full, tiles * 4096 + GROUPS * rows * (SCALE_BYTES + HAS_ZEROS));
+  barrier_expect(full, more + tiles * 4096 + GROUPS * rows * (SCALE_BYTES + HAS_ZEROS));
   const u32 w_to = shared_address(smem + W_AT + stage * W_BYTES);
   for (int i = 0; i < tiles; i++)
     copy_bulk(w_to + i * 4096, p.packed + ((long long)(row_tile + i) * p.steps + step) * 4096, 4096, full);
@@ -141,57 +130,6 @@ __device__ __forceinline__ void produce_weights(const Problem& p, char* smem, in
     copy_bulk(shared_address(smem + S_AT + stage * S_BYTES + g * ROWS * SCALE_BYTES), p.scales + at * SCALE_BYTES,
               rows * SCALE_BYTES, full);
     if (HAS_ZEROS) copy_bulk(shared_address(smem + Z_AT + stage * Z_BYTES + g * ROWS), p.zeros + at, rows, full);
-  }
-}
-
-// Activations of a unit: two halves of 64 channels, rows of 128 bytes whose 16-byte pieces are swizzled by the row.
-__device__ __forceinline__ void produce_x(const Problem& p, char* smem, int stage, int unit, u32 full) {
-  const int tile = unit / p.steps, step = unit - tile * p.steps, m0 = tile % p.tiles_m * BM;
-  const int lane = threadIdx.x % 32, chunk = lane % 16, k = step * 128 + chunk * 8;
-  char* x_to = smem + stage * X_BYTES + chunk / 8 * (BM * 128);
-#if HAS_PERM
-  int from[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-  if (k < p.K) {
-    *(int4*)from = *(const int4*)(p.perm + k);
-    *(int4*)(from + 4) = *(const int4*)(p.perm + k + 4);
-  }
-#pragma unroll 4
-  for (int r = lane / 16; r < BM; r += 2) {
-    u32 v[4] = {0, 0, 0, 0};
-    if (k < p.K && m0 + r < p.M) {
-      const u16* row = p.x + (long long)(m0 + r) * p.K;
-#pragma unroll
-      for (int i = 0; i < 4; i++) v[i] = row[from[2 * i]] | (u32)row[from[2 * i + 1]] << 16;
-    }
-    *(uint4*)(x_to + r * 128 + ((chunk % 8) ^ (r % 8)) * 16) = make_uint4(v[0], v[1], v[2], v[3]);
-  }
-  barrier_arrive(full);
-#else
-#pragma unroll 4
-  for (int r = lane / 16; r < BM; r += 2) {
-    const bool live = k < p.K && m0 + r < p.M;
-    const u16* from = p.x + (live ? (long long)(m0 + r) * p.K + k : 0);
-    const u32 to = shared_address(x_to + r * 128 + ((chunk % 8) ^ (r % 8)) * 16);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(live ? 16 : 0) : "memory");
-  }
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
-#endif
-}
-
-// A warp makes every fourth unit.
-__device__ __forceinline__ void produce(const Problem& p, char* smem, u32 full, u32 empty) {
-  const int first = p.begin + threadIdx.x % 128 / 32;
-  for (int u = first; u < min(p.end, p.begin + STAGES); u += 4)
-    produce_weights(p, smem, u - p.begin, u, full + 8 * (u - p.begin));
-  wait_for_kernel_before();
-  for (int u = first; u < p.end; u += 4) {
-    const int i = u - p.begin, stage = i % STAGES;
-    if (i >= STAGES) {
-      barrier_wait(empty + 8 * stage, (i / STAGES - 1) & 1);
-      __syncwarp();
-      produce_weights(p, smem, stage, u, full + 8 * stage);
-    }
-    produce_x(p, smem, stage, u, full + 8 * stage);
   }
 }
 
@@ -233,13 +171,116 @@ __device__ __forceinline__ void store_block(float4 v, const u16* bias, u16* out,
   }
 }
 
+__device__ __forceinline__ void store_piece(const Problem& p, int tile, int piece, float4 sum) {
+  const int block = tile / p.tiles_m * TILES + threadIdx.x / 128 * SUB + piece / (BM / 8);
+  store_block(sum, p.bias, p.out, tile % p.tiles_m * BM + piece % (BM / 8) * 8, block * 64 + threadIdx.x % 128 / 32 * 16,
+              p.M, p.N);
+}
+
+__device__ __forceinline__ float4 piece_of(const float (&acc)[SUB][BM / 2], int piece) {
+  const float* v = &acc[piece / (BM / 8)][piece % (BM / 8) * 4];
+  return make_float4(v[0], v[1], v[2], v[3]);
+}
+
+__device__ __forceinline__ float4* part_of(const Problem& p, int program) {
+  return p.partial + (long long)(program * WARPGROUPS + threadIdx.x / 128) * (PIECES * 128) + threadIdx.x % 128;
+}
+__device__ __forceinline__ void wait_for(const int* counter, int count) {
+  int here;
+  do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(here) : "l"(counter) : "memory");
+  while (here < count);
+}
+__device__ __forceinline__ void add(float4& sum, float4 v) {
+  sum.x += v.x;
+  sum.y += v.y;
+  sum.z += v.z;
+  sum.w += v.w;
+}
+__device__ __forceinline__ void warpgroup_sync() {
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
+}
+
+__device__ __forceinline__ void write_part(const Problem& p, int* counter, const float (&acc)[SUB][BM / 2]) {
+#pragma unroll
+  for (int i = 0; i < PIECES; i++) __stcg(part_of(p, blockIdx.x) + i * 128, piece_of(acc, i));
+  __threadfence();
+  warpgroup_sync();
+  if (threadIdx.x % 128 == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// Where every tile has as many programs, all done at the same time, each adds a share of the pieces. They write before
+// they wait, so they need no order, only a place each.
+__device__ __forceinline__ void share_tile(const Problem& p, int tile, const float (&acc)[SUB][BM / 2]) {
+  const int warpgroup = threadIdx.x / 128, count = p.steps * gridDim.x / p.units, first = tile * count;
+  int* counter = p.counters + first * WARPGROUPS + warpgroup;
+  write_part(p, counter, acc);
+  if (threadIdx.x % 128 == 0) {
+    wait_for(counter, count);
+    if (atomicAdd(counter, 1) == 2 * count - 1) *counter = 0;  // the last one to go
+  }
+  warpgroup_sync();
+  constexpr int TOGETHER = PIECES < 4 ? PIECES : 4;  // pieces, for enough loads under way
+  const int shift = warpgroup * PIECES % count;      // evens out what the warpgroups do
+  for (int i = (blockIdx.x - first + shift) % count; i < PIECES; i += TOGETHER * count) {
+    float4 sum[TOGETHER];
+#pragma unroll
+    for (int q = 0; q < TOGETHER; q++) sum[q] = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+    for (int program = first; program < first + count; program++)
+#pragma unroll
+      for (int q = 0; q < TOGETHER; q++)
+        if (i + q * count < PIECES) add(sum[q], __ldcg(part_of(p, program) + (i + q * count) * 128));
+#pragma unroll
+    for (int q = 0; q < TOGETHER; q++)
+      if (i + q * count < PIECES) store_piece(p, tile, i + q * count, sum[q]);
+  }
+}
+
+// Else the program that begins a tile adds what the ones after it, whose first work that was, have long written.
+__device__ __forceinline__ void collect_tile(const Problem& p, int tile, int k_begin, float (&acc)[SUB][BM / 2]) {
+  if (k_begin > 0) {
+    write_part(p, p.counters + blockIdx.x * WARPGROUPS + threadIdx.x / 128, acc);
+    return;
+  }
+  const int last = program_of(tile * p.steps + p.steps - 1, p.units);
+  for (int program = blockIdx.x + 1; program <= last; program++) {
+    if (threadIdx.x % 128 == 0) {
+      int* counter = p.counters + program * WARPGROUPS + threadIdx.x / 128;
+      wait_for(counter, 1);
+      *counter = 0;
+    }
+    warpgroup_sync();
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+      float* v = &acc[i / (BM / 8)][i % (BM / 8) * 4];
+      const float4 part = __ldcg(part_of(p, program) + i * 128);
+      v[0] += part.x;
+      v[1] += part.y;
+      v[2] += part.z;
+      v[3] += part.w;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < PIECES; i++) store_piece(p, tile, i, piece_of(acc, i));
+}
+
+// After a program's last step of a tile. Parts are added in the order of the programs, so a result does not depend on
+// timing.
+__device__ __forceinline__ void end_tile(const Problem& p, int tile, int k_begin, float (&acc)[SUB][BM / 2]) {
+  const int tiles = p.units / p.steps;
+  if (gridDim.x > tiles && gridDim.x % tiles == 0)
+    share_tile(p, tile, acc);
+  else
+    collect_tile(p, tile, k_begin, acc);
+}
+
 #define SET_REGISTERS(direction, count) \
   if (count) asm volatile("setmaxnreg." direction ".sync.aligned.u32 %0;" ::"n"(count ? count : 24))
 
-__device__ __forceinline__ void begin_barriers(u32 full, u32 empty) {
+__device__ __forceinline__ void begin_barriers(u32 full, u32 empty, int filled) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(full + 8 * i, 33);  // the lanes of a producer, and the bytes
+      barrier_init(full + 8 * i, filled);
       barrier_init(empty + 8 * i, 4 * WARPGROUPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -1,16 +1,17 @@
 """4-bit weights times 16-bit activations on Hopper, for what Triton cannot say: packed words become operands inside
 registers while bulk copies bring the next ones.
 
-Two CUDA kernels, `w4a16_hopper_few.cu` and `w4a16_hopper_many.cu`. This file chooses the launch by costs measured on
-an H200, compiles it when first used and launches it. In tiles of up to 64 tokens group scales multiply fp32 sums and
-nothing is rounded before the output; in the tile of 128 tokens they multiply weights, both rounded to 16 bits, as a
-dequantized weight is. Groups of 32, 64 or a multiple of 128 channels, zero points, act-order, fp16 and bf16. Meaning:
-`packed_weight.packed_linear_reference`.
+Two CUDA kernels: `w4a16_hopper_few.cu` (`mma.sync`, up to 16 tokens) and `w4a16_hopper_many.cu` (`wgmma`). This file
+chooses the launch by costs measured on an H200, compiles it when first used and launches it. With few tokens group
+scales multiply fp32 sums and nothing is rounded before the output; with many they multiply weights, both rounded to
+16 bits, as a dequantized weight is. Groups of 32, 64 or a multiple of 128 channels, zero points, act-order, fp16 and
+bf16. Meaning: `packed_weight.packed_linear_reference`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,37 +19,35 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_paged.kernels.cuda_kernel import CudaKernel, nvrtc
+from hf_paged.kernels.cuda_kernel import CudaKernel, TensorMap, nvrtc
 from hf_paged.kernels.gather_channels import gather_channels
 from hf_paged.kernels.packed_weight import PackedWeight
 
 logger = logging.getLogger(__name__)
 
 STEP = 128  # channels of a unit
-MAX_HOPPER_ROWS = 256  # above, cuBLAS on dequantized weights is faster (`eval/weights_bench.py`)
-MAX_GATHERED = 0  # tokens that are gathered by `perm` in the kernel: 1.4 microseconds each, a kernel before it 0.5
+MAX_HOPPER_ROWS = 2048  # above, cuBLAS on dequantized weights is faster (`eval/weights_bench.py`)
+MAX_PROGRAMS = 16  # of a tile: each waits for the others, so all of them must fit beside what other streams run
 _SHARED_BYTES = 227 * 1024 - 1024  # of one program, less what the compiler takes
-_MOST_STAGES = 12
 _SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_REGISTERS = {2: (232, 40), 4: (112, 32)}  # of a thread that multiplies, produces, by warpgroups that multiply
-# clusters of so many programs that an H200 holds: a cluster lies within one of its 7 or 8 groups of multiprocessors
-_CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
+_REGISTERS = {0: (232, 40), 2: (240, 24), 3: (144, 32)}  # of a thread that multiplies, produces; 0: few tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class HopperTiles:
-    """One launch. A tile is `block_m` tokens by `rows` outputs.
-
-    Few tokens: `split` programs, a cluster, share the channels of a tile. Many: `programs` share the units of all.
-    """
+    """One launch: tiles of `block_m` tokens by `rows` outputs, whose units `programs` share evenly."""
 
     block_m: int
     rows: int
-    warpgroups: int  # that multiply
-    split: int = 1
-    many: bool = False
-    exact: bool = True  # scales multiply fp32 sums
+    warpgroups: int = 2  # that multiply
+    burst: int = 0  # products of 16 channels between two of unpacking; 0: the kernel of few tokens
+    buffers: int = 1  # of unpacked operands
+    most_stages: int = 12
     programs: int = 0
+
+    @property
+    def many(self) -> bool:
+        return self.burst > 0
 
     @property
     def threads(self) -> int:
@@ -63,7 +62,6 @@ class Variant:
     half: bool  # fp16, else bf16
     groups: int = 1  # of a unit
     zeros: bool = False
-    perm: bool = False
     scales: torch.dtype = torch.float16
     middle: int = 8
 
@@ -74,60 +72,69 @@ class Variant:
 
     @property
     def stages(self) -> int:
-        return min(_SHARED_BYTES // self.stage_bytes, _MOST_STAGES)
+        return min(_SHARED_BYTES // self.stage_bytes, self.tiles.most_stages)
 
     @property
     def shared_bytes(self) -> int:
         return self.stages * self.stage_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TileShape:
-    """A tile and what it costs, fitted to an H200's times of 6 weight shapes (within 18%, most within 5%)."""
+    """A tile and what it costs in microseconds, fitted to an H200's times of 8 weight shapes (most within 8%).
+
+    The ends are launch, first load, store, and the sum over the programs of a tile: none where each has whole tiles, in
+    parallel where all tiles have as many, else by one program of a tile.
+    """
 
     tiles: HopperTiles
-    unit: float  # microseconds
-    end: float  # launch, first load, sum and store
+    unit: float
+    whole: float
+    even: float
+    uneven: float
 
 
+def _few(block_m: int, rows: int, most_stages: int, unit: float, *ends: float) -> TileShape:
+    return TileShape(HopperTiles(block_m=block_m, rows=rows, most_stages=most_stages), unit, *ends)
+
+
+# more stages than these and all loads of a short product are under way at once: they also end at once, and nothing is
+# multiplied meanwhile (12 instead of 6 cost 2 microseconds)
 SHAPES = (
-    TileShape(tiles=HopperTiles(block_m=8, rows=512, warpgroups=4), unit=0.887, end=5.2),
-    TileShape(tiles=HopperTiles(block_m=8, rows=256, warpgroups=2), unit=0.537, end=2.5),
-    TileShape(tiles=HopperTiles(block_m=8, rows=128, warpgroups=2), unit=0.364, end=1.9),
-    TileShape(tiles=HopperTiles(block_m=16, rows=512, warpgroups=4), unit=1.137, end=4.6),
-    TileShape(tiles=HopperTiles(block_m=16, rows=256, warpgroups=2), unit=0.644, end=2.8),
-    TileShape(tiles=HopperTiles(block_m=16, rows=128, warpgroups=2), unit=0.400, end=2.2),
-    TileShape(tiles=HopperTiles(block_m=32, rows=256, warpgroups=2), unit=0.857, end=3.8),
-    TileShape(tiles=HopperTiles(block_m=32, rows=128, warpgroups=2), unit=0.524, end=3.1),
-    TileShape(tiles=HopperTiles(block_m=32, rows=256, warpgroups=2, many=True), unit=0.93, end=7.8),
-    TileShape(tiles=HopperTiles(block_m=64, rows=256, warpgroups=2, many=True), unit=1.167, end=11.6),
-    TileShape(tiles=HopperTiles(block_m=128, rows=256, warpgroups=2, many=True, exact=False), unit=2.055, end=19.5),
+    _few(8, 256, 6, 0.54, 2.4, 6.4, 10.0),
+    _few(8, 384, 5, 0.80, 1.0, 6.8, 11.0),
+    _few(8, 512, 6, 1.02, 1.0, 8.3, 14.0),
+    _few(16, 256, 6, 0.69, 1.5, 7.0, 12.0),
+    _few(16, 384, 5, 1.00, 1.5, 7.8, 13.0),
+    _few(16, 512, 6, 1.20, 2.0, 10.0, 16.0),
+    TileShape(HopperTiles(block_m=32, rows=256, burst=8), 1.067, 5.0, 6.2, 6.6),
+    TileShape(HopperTiles(block_m=32, rows=512, burst=4), 1.5, 9.4, 10.0, 15.0),
+    TileShape(HopperTiles(block_m=64, rows=256, burst=8), 1.116, 7.6, 8.2, 11.3),
+    TileShape(HopperTiles(block_m=64, rows=512, burst=2), 1.825, 8.3, 15.5, 23.5),
+    TileShape(HopperTiles(block_m=128, rows=128, burst=4), 1.135, 1.0, 5.6, 12.0),
+    TileShape(HopperTiles(block_m=128, rows=192, burst=4, warpgroups=3), 1.438, 0.7, 8.0, 14.0),
+    TileShape(HopperTiles(block_m=128, rows=256, burst=4, buffers=2), 1.536, 2.2, 10.5, 15.9),
+    TileShape(HopperTiles(block_m=256, rows=128, burst=4), 1.399, 1.5, 8.5, 13.5),
 )
+
+
+def hopper_launches(m: int, n: int, k: int, multiprocessors: int) -> Iterator[tuple[float, HopperTiles]]:
+    """Every launch for this product with its cost in microseconds."""
+    steps = -(-k // STEP)
+    for shape in SHAPES:
+        blocks = -(-n // shape.tiles.rows) * -(-m // shape.tiles.block_m)
+        most = min(multiprocessors, blocks * min(steps, MAX_PROGRAMS))
+        for programs in {most, most // blocks * blocks, blocks // -(-blocks // most)} - {0}:
+            whole, even = blocks % programs == 0, programs % blocks == 0
+            end = shape.whole if whole else shape.even if even else shape.uneven
+            cost = -(-blocks * steps // programs) * shape.unit + end
+            yield cost, replace(shape.tiles, programs=programs)
 
 
 @cache
 def choose_hopper_tiles(m: int, n: int, k: int, multiprocessors: int) -> HopperTiles:
-    """The launch that costs least by `SHAPES`, over tiles and splits."""
-    steps = -(-k // STEP)
-    found: list[tuple[float, HopperTiles]] = []
-    for shape in SHAPES:
-        blocks_m = -(-m // shape.tiles.block_m)
-        blocks = -(-n // shape.tiles.rows) * blocks_m
-        if shape.tiles.many:
-            if blocks_m > 4:  # `lock_count` has room for four
-                continue
-            whole = multiprocessors // blocks * blocks  # then no program works on two tiles
-            programs = min(whole if whole > 0.96 * multiprocessors else multiprocessors, blocks * steps)
-            cost = blocks * steps / programs * shape.unit + shape.end
-            found.append((cost, replace(shape.tiles, programs=programs)))
-            continue
-        for split, clusters in _CLUSTERS.items():
-            clusters = min(clusters, multiprocessors // split)
-            if split <= steps and (split == 1 or blocks <= clusters):
-                waves = -(-blocks // max(clusters, 1))
-                cost = waves * (-(-steps // split) * shape.unit + shape.end)
-                found.append((cost, replace(shape.tiles, split=split)))
-    return min(found, key=lambda item: item[0])[1]
+    """The launch that costs least by `SHAPES`."""
+    return min(hopper_launches(m, n, k, multiprocessors), key=lambda item: item[0])[1]
 
 
 def fits_hopper(x: Tensor, weight: PackedWeight) -> bool:
@@ -150,39 +157,33 @@ def fits_hopper(x: Tensor, weight: PackedWeight) -> bool:
 
 
 def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, tiles: HopperTiles) -> Tensor:
-    """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per 64 outputs and block of tokens."""
+    """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per program and warpgroup."""
+    (m, k), n = x.shape, weight.out_features
+    blocks = -(-n // tiles.rows) * -(-m // tiles.block_m)
+    programs = min(tiles.programs, blocks * min(-(-k // STEP), MAX_PROGRAMS))
+    assert programs * tiles.warpgroups <= locks.numel(), (programs, tiles, locks.shape)
     if x.data_ptr() % 16:
         x = x.clone()
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
-    perm = weight.perm
-    if perm is not None and (tiles.many or x.shape[0] > MAX_GATHERED):
-        x, perm = gather_channels(x, perm), None
-    (m, k), n = x.shape, weight.out_features
+    if weight.perm is not None:
+        x = gather_channels(x, weight.perm)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    parts = programs if blocks % programs else 0  # a program writes at most one part of a tile that others share
+    partial = torch.empty(parts * tiles.rows * tiles.block_m, dtype=torch.float32, device=x.device)
     variant = Variant(
         tiles=replace(tiles, programs=0),
         half=x.dtype == torch.float16,
         groups=1 if weight.group_size >= min(STEP, k) else STEP // weight.group_size,
         zeros=weight.zeros is not None,
-        perm=perm is not None,
         scales=weight.scales.dtype,
         middle=weight.middle,
     )
-    blocks_m = -(-m // tiles.block_m)
-    blocks = -(-n // tiles.rows) * blocks_m
-    programs, partial = blocks * tiles.split, out
-    if tiles.many:
-        programs = min(tiles.programs, blocks * -(-k // STEP))  # the count of a tile's parts knows no idle program
-        if blocks % programs:  # programs share tiles: each has a place for its first and its last
-            assert -(-n // 64) * blocks_m <= locks.numel(), (m, n, locks.shape)
-            partial = torch.empty(programs * 2 * tiles.rows * tiles.block_m, dtype=torch.float32, device=x.device)
     arguments = [
-        x,
+        TensorMap(x, tiles.block_m) if tiles.many else x,
         weight.packed,
         weight.scales,
         weight.scales if weight.zeros is None else weight.zeros,
-        x if perm is None else perm,
         bias,
         out,
         partial,
@@ -196,8 +197,7 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Te
     with torch.cuda.device(x.device):
         # weights are read before the kernel before has ended; in a captured graph none of them is written
         overlap = torch.cuda.is_current_stream_capturing()
-        kernel = _kernel(variant, x.device.index)
-        kernel.launch(programs, tiles.threads, arguments, cluster=tiles.split, overlap=overlap)
+        _kernel(variant, x.device.index).launch(programs, tiles.threads, arguments, overlap=overlap)
     return out
 
 
@@ -223,22 +223,21 @@ def _kernel(variant: Variant, device: int) -> CudaKernel:
 def source(variant: Variant) -> str:
     """The CUDA source with the variant's definitions."""
     tiles = variant.tiles
-    registers, produce_registers = _REGISTERS[tiles.warpgroups]
+    registers, produce_registers = _REGISTERS[tiles.warpgroups if tiles.many else 0]
     defines = {
         "BM": tiles.block_m,
         "ROWS": tiles.rows,
         "STAGES": variant.stages,
         "WARPGROUPS": tiles.warpgroups,
-        "SPLIT": tiles.split,
         "HALF": int(variant.half),
         "GROUPS": variant.groups,
         "SCALE": _SCALES[variant.scales],
         "HAS_ZEROS": int(variant.zeros),
-        "HAS_PERM": int(variant.perm),
         "MIDDLE": variant.middle,
         "REGISTERS": registers,
         "PRODUCE_REGISTERS": produce_registers,
-        "EXACT": int(tiles.exact),
+        "BURST": tiles.burst,
+        "BUFFERS": tiles.buffers,
         "WGMMA": _wgmma(tiles.block_m, variant.half),
     }
     here = Path(__file__)
@@ -255,7 +254,6 @@ def _wgmma(n: int, half: bool) -> str:
     bound = ",".join(f'"+f"(d[{i}])' for i in range(count))
     left = ",".join(f"%{count + i}" for i in range(4))
     return (
-        f'{{ asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0; '
-        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{sums}}}, {{{left}}}, %{count + 4}, "
-        f'p, 1, 1, 0;}}" : {bound} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate)); }}'
+        f'{{ asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{sums}}}, {{{left}}}, '
+        f'%{count + 4}, 1, 1, 1, 0;" : {bound} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); }}'
     )

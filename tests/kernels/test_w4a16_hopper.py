@@ -15,7 +15,8 @@ from hf_paged.kernels.cuda_kernel import compile_cubin, nvrtc
 from hf_paged.kernels.packed_linear import lock_count, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, pack_codes, packed_linear_reference
 from hf_paged.kernels.w4a16_hopper import (
-    MAX_GATHERED,
+    MAX_HOPPER_ROWS,
+    MAX_PROGRAMS,
     SHAPES,
     HopperTiles,
     Variant,
@@ -70,13 +71,12 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
 
 
 def all_tiles() -> list[HopperTiles]:
-    """Every tile, and the splits and numbers of programs that change its end."""
-    few = [replace(shape.tiles, split=split) for shape in SHAPES for split in (1, 4) if not shape.tiles.many]
-    return few + [replace(s.tiles, programs=programs) for s in SHAPES for programs in (1, 5, 132) if s.tiles.many]
+    """Every tile: one program for all, tiles shared unevenly by a few, and by as many as an H200 has."""
+    return [replace(shape.tiles, programs=programs) for shape in SHAPES for programs in (1, 5, 132)]
 
 
 def name(tiles: HopperTiles) -> str:
-    return f"{tiles.block_m}x{tiles.rows}/{tiles.programs if tiles.many else tiles.split}"
+    return f"{tiles.block_m}x{tiles.rows}/{tiles.programs}"
 
 
 @pytest.mark.parametrize("tiles", sorted({replace(t, programs=0) for t in all_tiles()}, key=str), ids=name)
@@ -87,26 +87,18 @@ def test_every_launch_compiles_and_fits_a_multiprocessor(tiles: HopperTiles) -> 
     except RuntimeError as error:
         pytest.skip(str(error))
     for half, zeros, groups in ((False, False, 1), (True, True, 4)):
-        perm = tiles.block_m <= MAX_GATHERED and not tiles.many
-        variant = Variant(tiles=tiles, half=half, groups=groups, zeros=zeros, perm=perm)
+        variant = Variant(tiles=tiles, half=half, groups=groups, zeros=zeros)
         assert variant.shared_bytes + 1024 <= SHARED_BYTES
-        assert tiles.split == 1 or tiles.block_m * tiles.rows * 4 < variant.shared_bytes - 16 * variant.stages, (
-            "the sum of a cluster lies where the ring was"
-        )
         assert compile_cubin(source(variant), "w4a16_hopper", "sm_90a")
 
 
-def test_a_launch_covers_the_weight_and_its_locks_suffice() -> None:
-    """More locks than there are corrupt memory; a cluster that has to wait for a place doubles the time."""
-    for m, n, k in itertools.product((1, 17, 64, 100, 128, 200, 256), (16, 576, 2048, 4096, 57344), (128, 1504, 28672)):
+def test_a_launch_has_work_for_every_program_and_a_lock_for_each() -> None:
+    """More programs than locks corrupt memory; more than 16 on a tile could wait for one that never gets a place."""
+    for m, n, k in itertools.product((1, 17, 64, 100, 128, 200, 256, 4096), (16, 576, 2048, 57344), (128, 1504, 28672)):
         tiles = choose_hopper_tiles(m, n, k, 132)
         blocks = -(-n // tiles.rows) * -(-m // tiles.block_m)
-        if tiles.many:
-            assert 1 <= tiles.programs <= blocks * -(-k // 128)
-            assert -(-n // 64) * -(-m // tiles.block_m) <= lock_count(n)
-        else:
-            assert tiles.split <= -(-k // 128)
-            assert tiles.split == 1 or blocks * tiles.split <= 132
+        assert 1 <= tiles.programs <= min(132, blocks * min(-(-k // 128), MAX_PROGRAMS))
+        assert tiles.programs * tiles.warpgroups <= lock_count(n)
 
 
 CASES = [
@@ -127,19 +119,19 @@ CASES = [
 def test_every_format_equals_the_definition(
     n: int, k: int, group: int, zeros: bool, perm: bool, scales: torch.dtype, bits: int, dtype: torch.dtype
 ) -> None:
-    """Through the public call, at row counts up to the switch to cuBLAS, and through both tiles of many tokens."""
+    """Through the public call, up to beyond the switch to cuBLAS, and through every tile."""
     packed = weight(n, k, group=group, zeros=zeros, perm=perm, scales=scales, code_bits=bits)
     locks = torch.zeros(4096, dtype=torch.int32, device="cuda")
     bias = activations(1, n, dtype)[0]
     hopper = torch.cuda.get_device_capability() == (9, 0)
     assert fits_hopper(activations(1, k, dtype), packed) or not hopper
-    for m in (1, 7, 16, 50, 200, 256, 300):
+    for m in (1, 7, 16, 50, 200, 300, MAX_HOPPER_ROWS + 1):
         x = activations(m, k, dtype)
         for offered in (bias, None):
             assert_close(packed_linear(x, packed, offered, locks), packed_linear_reference(x, packed, offered))
     x = activations(100, k, dtype)
     for shape in SHAPES:
-        if hopper and shape.tiles.many and shape.tiles.block_m > 32:
+        if hopper:
             result = w4a16_hopper(x, packed, bias, locks, replace(shape.tiles, programs=40))
             assert_close(result, packed_linear_reference(x, packed, bias))
     assert not locks.any()
@@ -166,7 +158,7 @@ def test_chained_products_wait_for_each_other_in_a_graph() -> None:
     """Captured launches start before the one before has ended: its output must not be read too early."""
     locks = torch.zeros(lock_count(2048), dtype=torch.int32, device="cuda")
     weights = [weight(2048, 2048), weight(2048, 2048, zeros=True)] * 4
-    for m in (1, 40, 128):
+    for m in (1, 40, 128, 300):
         x = activations(m, 2048, torch.bfloat16)
 
         def chain(x: Tensor = x) -> Tensor:
