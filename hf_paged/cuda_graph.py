@@ -29,7 +29,7 @@ _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 # Beside prompt tokens a few more decodes cost nothing, so there are fewer sizes to capture.
 _DECODES_BESIDE_PROMPTS = (0, 8, 32, 64, 128, 192, 256)
 # A step of more prompt tokens keeps the device busy for longer than its launch takes.
-_PROMPT_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_PROMPT_TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 _MAX_PROMPTS = 16  # sequences with more than one token in a captured step; room for one costs nothing
 _SMALLEST_LENGTH = 1024  # length bounds grow from here by factors of 4
 

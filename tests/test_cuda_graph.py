@@ -46,7 +46,7 @@ def test_all_buckets_are_those_that_steps_get_and_no_more() -> None:
     found = StepBucket.all(**LIMITS)
     lengths = [[1] * decodes + prompts for decodes in range(49) for prompts in ([], [2], [40], [900, 900])]
     assert {StepBucket.of(planned(*step), **LIMITS) for step in lengths if step} <= found
-    assert len(found) == (7 + 4 * 12) * 2  # batch sizes, decodes beside prompts x prompt tokens, length bounds
+    assert len(found) == (7 + 4 * 16) * 2  # batch sizes, decodes beside prompts x prompt tokens, length bounds
 
 
 @pytest.mark.parametrize("lengths", [[2049], [1, 1500, 700], [2] * 17])
