@@ -105,6 +105,8 @@ class CheckpointLoader(HfQuantizer):
             if isinstance(module, (PackedLinear, PackedStack, Fp8Linear, Fp8Stack)):
                 module.locks = torch.zeros_like(module.locks)  # Transformers leaves buffers outside files uninitialised
                 module.requires_grad_(False)
+            if isinstance(module, PackedLinear) and _offloaded(module):
+                module.cpu_cache = False  # the plain copy of a layer that lies on disk would stay in memory
             if isinstance(module, Fp8Linear) and not _offloaded(module):
                 try:
                     module.check(name)

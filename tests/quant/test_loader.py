@@ -248,6 +248,19 @@ def test_the_forward_is_one_graph_for_the_compiler(tmp_path: Path) -> None:
     assert float(error) < 1e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_layers_can_be_offloaded_from_a_gpu(place: str, tmp_path: Path) -> None:
+    truth = write_model(tiny_model("llama"), tmp_path, GPTQ).to("cuda")
+    names = ["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"]
+    device_map = {**dict.fromkeys(names, 0), "model.layers.1": place, "model.layers.2": place}
+    loaded = _load(tmp_path, device_map=device_map, offload_folder=str(tmp_path / "offload"))
+    with torch.no_grad():
+        expected = truth(INPUT.to("cuda")).logits
+        actual = loaded(INPUT.to("cuda")).logits
+    assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-4  # cuBLAS sums in another order
+
+
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_layers_can_be_offloaded(place: str, tmp_path: Path) -> None:
     """accelerate moves parameters in and out around each forward; the converted ones must be what it stores."""
@@ -267,6 +280,9 @@ def test_layers_can_be_offloaded(place: str, tmp_path: Path) -> None:
         }
     loaded = _load(tmp_path, device_map=device_map, offload_folder=str(tmp_path / "offload"))
     assert _error(loaded, truth) < EXACT
+    linears = {name: module for name, module in loaded.named_modules() if isinstance(module, PackedLinear)}
+    kept = {name.split(".")[2] for name, module in linears.items() if module.on_cpu.dense is not None}
+    assert kept == ({"0"} if place == "disk" else {"0", "1", "2"})  # plain copies would hold the offloaded layers
     loaded.save_pretrained(tmp_path / "again")
     assert _error(_load(tmp_path / "again"), truth) < EXACT
 
