@@ -100,7 +100,7 @@ def throughput(
     device: cli.Device = None,
     plot: PlotFile = None,
 ) -> None:
-    """Generated tokens per second, prefill included, and time per decode step, beside the least the machine needs.
+    """Generated tokens per second, prefill included, and time per decode step, beside the least possible.
 
     Formats and workloads run one after the other, each told on stderr when it is done.
     """

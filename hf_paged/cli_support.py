@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import fields
 from enum import Enum
@@ -18,6 +19,8 @@ from hf_paged.config import EngineConfig
 
 OUT = Console(soft_wrap=True)
 ERR = Console(stderr=True, soft_wrap=True)
+
+_LONGEST = 600  # characters of an error: Transformers lists every model it knows
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +57,8 @@ def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
         except BrokenPipeError:  # the reader of our output had enough; click ends quietly
             raise
         except (ValueError, OSError, SafetensorError) as error:
-            ERR.print("error:", " ".join(str(error).split()), style="red", markup=False, highlight=False)
+            message = textwrap.shorten(str(error), _LONGEST, placeholder=" ...")
+            ERR.print("error:", message, style="red", markup=False, highlight=False)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as interrupt:
             ERR.print("interrupted")

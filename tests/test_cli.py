@@ -15,7 +15,7 @@ import pytest
 import torch
 import typer
 from tiny_tokenizer import tiny_tokenizer
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, T5Config
 from typer.testing import CliRunner, Result
 
 from hf_paged import cli_generate, cli_support
@@ -258,6 +258,14 @@ def test_a_path_that_is_no_folder_is_not_asked_for_at_the_hub(tmp_path: Path, mo
     for path in ("model.gguf", "my/models/llama", "llama/"):
         with pytest.raises(OSError, match=f"no model folder {path}"):
             cli_support.existing(path)
+
+
+@pytest.mark.parametrize("command", ["generate", "info"])
+def test_a_model_that_writes_no_text_is_told_without_a_list_of_all_others(command: str, tmp_path: Path) -> None:
+    T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    result = run(command, tmp_path, *(["hi"] if command == "generate" else []))
+    assert result.exit_code == 1
+    assert "T5Config" in result.stderr and len(result.stderr) < 700
 
 
 def test_a_hub_without_the_model_is_asked_once_and_the_model_named(monkeypatch: pytest.MonkeyPatch) -> None:
