@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from hf_paged.kernels.cpu_linear import ReorderedWeight, can_reorder
+from hf_paged.kernels.cpu_linear import ReorderedWeight, can_reorder, widening_pays
 from hf_paged.kernels.fused_ops import linear
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,10 @@ class ReorderedWeights:
                 fused.reordered = ReorderedWeight(fused.weight)
                 self._weights.append(fused.reordered)
         if chosen:
-            logger.info("%d weights are reordered for the CPU, %.2f GiB more", len(chosen), num_bytes / 2**30)
+            logger.info(
+                "%d weights are reordered for the CPU, %.2f GiB more; products of many rows run in %s",
+                len(chosen), num_bytes / 2**30, "fp32" if widening_pays() else "bf16",
+            )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self._weights)

@@ -56,7 +56,8 @@ def test_a_weight_is_widened_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_torch_still_takes_weights_in_the_order_of_onednn() -> None:
     """The operators are torch's own, not its public API: when they go, steps would silently slow down by a third."""
-    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    found = torch.cpu.get_capabilities()
+    if not (found.get("avx512_bf16") or found.get("amx_bf16")):
         pytest.skip("this CPU has no bf16 instructions that oneDNN uses")
     assert can_reorder(torch.zeros(32, 64, dtype=torch.bfloat16))
     copy = ReorderedWeight(torch.eye(64, dtype=torch.bfloat16))
@@ -96,6 +97,26 @@ def test_a_copy_follows_every_write_in_place() -> None:
         write(weight.data)
         assert copy.refresh() and not copy.refresh()
         assert torch.equal(copy.linear(x, None), ReorderedWeight(weight.detach().clone()).linear(x, None))
+
+
+@pytest.mark.parametrize(
+    ("found", "pays"),
+    [
+        ({"avx2": True, "avx512_bf16": True, "cpu_name": "Intel Xeon"}, True),
+        ({"avx2": True, "avx512_bf16": False, "cpu_name": "AMD Ryzen"}, True),
+        ({"avx2": True, "avx512_bf16": True, "cpu_name": "AMD EPYC"}, False),
+        ({"avx2": True, "avx512_bf16": True, "amx_bf16": True, "cpu_name": "Intel Xeon"}, False),
+        ({"architecture": "aarch64", "bf16": True}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_a_cpu_whose_bf16_products_are_faster_keeps_them(
+    found: dict[str, object], pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With AMX they are 8 times as fast: widening would cost what it saves elsewhere, many times over."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    assert cpu_linear.widening_pays() == pays
 
 
 @needs_onednn
