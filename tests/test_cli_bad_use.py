@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from model_zoo import VOCAB, tiny_model
 from tiny_tokenizer import tiny_tokenizer
+from transformers import T5Config
 from typer.testing import CliRunner, Result
 
+from hf_paged import cli_support
 from hf_paged.cli import app
 from hf_paged.quant import quantize as quantization
 
@@ -102,3 +106,69 @@ def test_a_picture_that_fails_costs_no_result(
     result = run("eval", "perplexity", model_path, "--text", tmp_path / "text.txt", *options)
     refused(result, 1, "no space left on device")
     assert '"perplexity"' in result.stdout
+
+
+@pytest.mark.parametrize("command", ["generate", "info"])
+def test_a_model_that_is_not_there_is_one_line_not_a_traceback(command: str, tmp_path: Path) -> None:
+    result = run(command, tmp_path / "nowhere", *(["hi"] if command == "generate" else []))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert "nowhere" in result.stderr
+
+
+def test_a_path_that_is_no_folder_is_not_asked_for_at_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.gguf").write_text("")
+    for path in ("model.gguf", "my/models/llama", "llama/"):
+        with pytest.raises(OSError, match=f"no model folder {path}"):
+            cli_support.existing(path)
+
+
+@pytest.mark.parametrize("command", ["generate", "info"])
+def test_a_model_that_writes_no_text_is_told_without_a_list_of_all_others(command: str, tmp_path: Path) -> None:
+    T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    result = run(command, tmp_path, *(["hi"] if command == "generate" else []))
+    assert result.exit_code == 1
+    assert "T5Config" in result.stderr and len(result.stderr) < 700
+
+
+def test_a_hub_without_the_model_is_asked_once_and_the_model_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers retries six times without a network, for a minute, and its error names no model."""
+    asked: list[str] = []
+
+    def answer(name: str, **_: Any) -> None:
+        asked.append(name)
+        if "missing" in name:
+            raise OSError("404 Client Error\nmore")
+
+    monkeypatch.setattr("huggingface_hub.model_info", answer)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: file if "kept" in name else None)
+    assert [cli_support.existing(name) for name in ("gpt2", "org/kept")] == ["gpt2", "org/kept"]
+    with pytest.raises(OSError, match=r"no folder org/missing here, and the hub gave no such model: 404 Client Error$"):
+        cli_support.existing("org/missing")
+    assert asked == ["gpt2", "org/missing"]
+
+
+@pytest.mark.parametrize(
+    "options", [["--workload", "c4"], ["--prompt-tokens", "9..3"], ["--prompt-tokens", "few"], ["--new-tokens", "0"]]
+)
+def test_bench_refuses_a_workload_it_does_not_know(options: list[str]) -> None:
+    assert run("bench", "throughput", "smollm2", *options).exit_code == 2
+
+
+def test_a_gpu_that_is_not_here_is_told_in_one_line_not_by_an_assertion_of_torch(model_path: Path) -> None:
+    for command in (["generate", model_path, "a"], ["bench", "latency", model_path]):
+        for device in ("cuda:99", "cuda:x"):
+            result = run(*command, "--device", device)
+            assert result.exit_code == 1
+            assert result.stderr.startswith(f"error: device='{device}' is no")
+
+
+def test_a_damaged_weight_file_is_told_in_one_line(model_path: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(model_path, tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(b"no weights")
+    result = run("generate", damaged, "a")
+    assert result.exit_code == 1
+    assert result.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in result.stderr
