@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from hf_paged import LLM, PagedCache, RequestOutput, SamplingParams
 from hf_paged.config import EngineConfig
 from hf_paged.engine import Engine
-from hf_paged.layer_probe import LayerSpec
+from hf_paged.layer_probe import LayerProbe
 from hf_paged.packed_model import PackedModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -341,11 +341,12 @@ def test_an_interrupted_step_leaves_no_prefix_behind_that_was_never_computed(
 
 def test_a_model_on_two_devices_is_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's tensors lie on one device: kernels of layers elsewhere would follow foreign addresses."""
-    probe = PackedModel._probe
+    original = PackedModel._probe
 
-    def spread(packed: PackedModel) -> tuple[LayerSpec, ...]:
-        first, *others = probe(packed)
-        return (replace(first, device=torch.device("meta")), *others)
+    def spread(packed: PackedModel) -> LayerProbe:
+        probe = original(packed)
+        probe.specs[0] = replace(probe.specs[0], device=torch.device("meta"))
+        return probe
 
     monkeypatch.setattr(PackedModel, "_probe", spread)
     with pytest.raises(ValueError, match=r"cpu, meta.*one device"):
