@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_paged.config import KV_FORMATS, EngineConfig
 from hf_paged.engine import resolve_max_model_len
 from hf_paged.fusion import FusionReport, fuse, not_fused
+from hf_paged.kernels.packed_weight import field_bits
 from hf_paged.kv_cache import KVCache, layer_formats
 from hf_paged.kv_calibration import FORMATS, calibrate
 from hf_paged.kv_protection import plan_layers
@@ -137,14 +138,17 @@ def layer_kinds(specs: Sequence[LayerSpec]) -> list[LayerKind]:
 def checkpoint_bytes(folder: Path) -> int:
     """Bytes that the weights of `folder` take in memory; 0 for a hub name.
 
-    That is the size of its files, and a third more for 3-bit words, whose codes are held in 4-bit fields.
+    That is the size of its files, and a third more for 3-bit words, whose codes are held in 4-bit fields (5 to 7 bits
+    in 8).
     """
     files = sorted(folder.glob("*.safetensors"))
     total = sum(file.stat().st_size for file in files)
     config = json.loads((folder / "config.json").read_text()) if files else {}
-    if (config.get("quantization_config") or {}).get("bits") == 3:
+    bits = (config.get("quantization_config") or {}).get("bits")
+    if bits in (3, 5, 6, 7):
         specs = read_header([str(file) for file in files]).specs
-        total += sum(4 * math.prod(spec.shape) for name, spec in specs.items() if name.endswith(".qweight")) // 3
+        words = sum(4 * math.prod(spec.shape) for name, spec in specs.items() if name.endswith(".qweight"))
+        total += words * (field_bits(bits) - bits) // bits
     return total
 
 

@@ -14,6 +14,7 @@ there:
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +24,8 @@ import transformers
 from transformers.utils.quantization_config import QuantizationConfigMixin, QuantizationMethod
 
 from hf_paged.quant.layout import Label
+
+logger = logging.getLogger(__name__)
 
 _OPTIONS = {"allow_bin": False, "self_check": True, "cpu_cache": True}
 
@@ -82,7 +85,7 @@ class CheckpointConfig(QuantizationConfigMixin):
             )
 
     @property
-    def weight_block_size(self) -> tuple[int, int]:
+    def fp8_block(self) -> tuple[int, int]:
         """Rows and columns that one scale of a block-scaled FP8 weight covers."""
         block = self.fields.get("weight_block_size") or (128, 128)
         sizes = list(block) if isinstance(block, (list, tuple)) else []
@@ -173,6 +176,12 @@ class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsCo
 
     def check(self) -> None:
         """Raise ValueError for weights that only mean something beside rotations of the activations."""
+        for group in _mappings(self.fields, "config_groups"):
+            weights = _mapping("config_groups weights", group.get("weights"))
+            if weights.get("type") == "int" and group.get("input_activations"):
+                logger.warning(
+                    "the checkpoint asks for quantized activations beside integer weights: they stay as they are"
+                )
         for scheme in _mappings(_mapping("transform_config", self.fields.get("transform_config")), "config_groups"):
             places = [_mapping("transform_config apply", place).get("location") for place in scheme.get("apply") or ()]
             online = [place for place in places if not str(place).startswith("weight_")]

@@ -154,7 +154,7 @@ class Planner:
         if found.get("weight", TensorSpec(dtype="", shape=())).dtype.startswith("F8"):
             return identify_fp8(
                 name, found, k, n,
-                block=self.config.weight_block_size, quantize_activations=self.config.quantizes_activations(name),
+                block=self.config.fp8_block, quantize_activations=self.config.quantizes_activations(name),
             )  # fmt: skip
         return identify(name, found, k, n, self.config.label(self._label_name(name, found)))
 

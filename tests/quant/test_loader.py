@@ -348,3 +348,7 @@ def test_three_bit_words_count_as_the_four_bit_fields_that_hold_them(tmp_path: P
     linears = [m for m in _load(tmp_path).modules() if isinstance(m, PackedLinear)]
     words = sum(m.in_features * m.out_features for m in linears) * 3 // 8  # bytes in the file
     assert checkpoint_bytes(tmp_path) - files == pytest.approx(words / 3, rel=1e-6)
+    (tmp_path / "five").mkdir()
+    write_model(tiny_model("llama"), tmp_path / "five", Cell(kind="gptq_p", bits=5))
+    files = (tmp_path / "five" / "model.safetensors").stat().st_size
+    assert checkpoint_bytes(tmp_path / "five") - files == pytest.approx(words, rel=1e-6)  # five bits in eight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,18 @@ def test_rotations_at_run_time_are_refused_and_those_of_weights_alone_are_not(tm
     _edit(tmp_path, transform_config={"config_groups": {"R4": {"type": "hadamard", "apply": apply}}})
     with pytest.raises(ValueError, match=r"transform_config: transforms of input at run time are not read"):
         _load(tmp_path)
+
+
+def test_activations_that_stay_in_16_bits_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """W4A8: the weights are exact, but the file asks for more than is done."""
+    truth = write_model(tiny_model("llama"), tmp_path, Cell(kind="compressed"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.WARNING):
+        assert _error(_load(tmp_path), truth) < EXACT
+    assert "quantized activations" in caplog.text
 
 
 def _int8(state: dict[str, Tensor], base: str) -> None:
