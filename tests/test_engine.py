@@ -21,33 +21,24 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LENGTHS = (5, 40, 70, 33, 1, 64)
 
 
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 120,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 512,
+}
+
+
 def tiny_llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=120,
-        initializer_range=0.3,
-        max_position_embeddings=512,
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
 
 
 def tiny_mistral() -> MistralForCausalLM:
-    config = MistralConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=120,
-        initializer_range=0.3,
-        max_position_embeddings=512,
-        sliding_window=24,
-    )
-    return MistralForCausalLM(config).eval()
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=24)).eval()
 
 
 @pytest.fixture(scope="module", params=[tiny_llama, tiny_mistral], ids=["llama", "window"])
