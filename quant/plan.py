@@ -249,8 +249,8 @@ def refuse_problems(verb: str, problems: Sequence[str]) -> None:
 
 
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
-    """(in_features, out_features) of the modules that a packed linear can replace."""
-    if isinstance(module, nn.Linear):
+    """(in_features, out_features) of the modules that a packed linear can replace; a router may only look like one."""
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return module.in_features, module.out_features
     if isinstance(module, Conv1D):
         return module.nx, module.nf

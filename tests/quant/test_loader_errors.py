@@ -77,6 +77,16 @@ def test_one_missing_expert_is_an_error_and_not_a_random_one(tmp_path: Path) -> 
         _load(tmp_path)
 
 
+def test_a_router_that_is_a_linear_and_computes_more_is_not_replaced(tmp_path: Path) -> None:
+    """Llama 4's router is a subclass of `nn.Linear` that returns two tensors: packed, its first call would fail."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "intermediate_size_mlp": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4}
+    config = transformers.AutoConfig.for_model("llama4_text", vocab_size=96, pad_token_id=0, **sizes, **heads)
+    write_model(AutoModelForCausalLM.from_config(config), tmp_path, Cell())
+    with pytest.raises(ValueError, match=r"router\.\w+ .*: expected a linear layer, found Llama4Router"):
+        _load(tmp_path)
+
+
 def test_shards_load_as_one_file_and_a_missing_shard_is_named(tmp_path: Path) -> None:
     truth = write_model(tiny_model("llama"), tmp_path, GPTQ, shards=3)
     assert _error(_load(tmp_path), truth) < EXACT
