@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 from transformers.quantizers.base import HfQuantizer
 
+from hf_paged.kernels.packed_linear import fits_kernel
+from hf_paged.kernels.packed_weight import field_bits
 from hf_paged.quant.check import check_kernels, check_values
 from hf_paged.quant.config import CheckpointConfig
 from hf_paged.quant.convert import Repack, converters
@@ -116,6 +118,12 @@ class CheckpointLoader(HfQuantizer):
         refuse_problems("used", self.problems)
         if self.quantization_config.self_check:
             check_kernels(model)
+        if slow := without_kernel(model):
+            logger.info(
+                "no kernel cuts the groups of %d packed linears (%s, ...): a GPU dequantizes them at each call",
+                len(slow),
+                slow[0],
+            )
         logger.info("%d packed linears, %d expert layers", len(self.plan.linears), len(self.plan.experts))
 
     def update_weight_conversions(
@@ -156,6 +164,16 @@ class CheckpointLoader(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def without_kernel(model: nn.Module) -> list[str]:
+    """Names of packed linears whose groups no kernel can cut."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, PackedLinear)
+        and not fits_kernel(field_bits(module.layout.bits), module.layout.group_size, module.in_features)
+    ]
 
 
 def _stack(layout: Layout | Fp8Layout, experts: int) -> PackedStack | Fp8Stack:

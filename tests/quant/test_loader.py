@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import pickle
 from pathlib import Path
 
@@ -131,6 +132,15 @@ def test_dynamic_rules_give_modules_their_own_bits_or_none(tmp_path: Path) -> No
     assert loaded.get_submodule(eight).layout.bits == 8
     assert isinstance(loaded.get_submodule(skipped), torch.nn.Linear)
     assert _error(loaded, truth) < EXACT
+
+
+def test_groups_that_no_kernel_cuts_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They still load and compute, dequantized at each call: a user should know why the model is slow."""
+    truth = write_model(tiny_model("llama"), tmp_path, Cell(group_size=24))
+    with caplog.at_level(logging.INFO, logger="hf_paged"):
+        assert _error(_load(tmp_path), truth) < EXACT
+    told = [record.getMessage() for record in caplog.records if "no kernel cuts" in record.getMessage()]
+    assert len(told) == 1 and "21 packed linears (model.layers.0" in told[0]
 
 
 def test_zero_biases_of_autogptq_are_dropped_and_real_ones_kept(tmp_path: Path) -> None:
