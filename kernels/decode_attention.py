@@ -332,13 +332,11 @@ def _join(
 ) -> None:
     """Partial results into `out`: one program for the heads of a KV head, and more for a long sequence's many parts."""
     group, v_dim = partial.shape[2:]
-    h_block, columns, step = triton.next_power_of_2(group), triton.next_power_of_2(v_dim), 8
-    heads = group
-    if h_block * columns > 2048 or config.programs >= 16 * num_seqs * kv_heads:
-        heads, h_block = 1, 1
-    if config.programs >= 16 * num_seqs * kv_heads:
-        columns = min(columns, 32)
-        step = 256
+    heads, h_block, columns = group, triton.next_power_of_2(group), triton.next_power_of_2(v_dim)
+    many = config.programs >= 16 * num_seqs * kv_heads
+    if many or h_block * columns > 1024:  # what a warp holds four parts of
+        heads = h_block = 1
+    columns = min(columns, 32) if many else columns
     join_kernel[kv_heads * group // heads, num_seqs, triton.cdiv(v_dim, columns)](
         out,
         partial,
@@ -355,12 +353,12 @@ def _join(
         COLUMNS=columns,
         TILE=config.tile,
         LEAST=config.least,
-        STEP=step,
+        STEP=256 if many else max(min(4096 // (h_block * columns), 8), 1),
         WINDOW=window is not None,
         SINKS=0 if sinks is None else sinks.dim(),
         OVERLAP=config.overlap,
         WHOLE=config.whole,
-        num_warps=min(max(step * h_block * columns // 2048, 1), 4),
+        num_warps=4 if many else 1,
         **({"launch_pdl": True} if config.overlap else {}),
     )
 
