@@ -185,8 +185,8 @@ def test_more_programs_than_tiles_leave_idle_ones_unread() -> None:
     """A captured graph is sized for its longest sequence; the partial results of idle programs are uninitialised."""
     shape = Shape(q_lens=(1, 1), seq_lens=(17, 70), group=2)
     case = make_case(shape)
-    for least in (1, 3):
-        config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=40, least=least)
+    for programs, least in ((40, 1), (40, 3), (80, 1)):  # from 64 on, a head's parts are joined in columns
+        config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=programs, least=least)
         check(run_decode(case, config), definition(case), shape)
 
 
