@@ -7,10 +7,9 @@
     python -m hf_paged.eval.weights_bench --path portable              # the Triton kernel, whatever the GPU
 
 Calls of a captured graph rotate over as many copies of the weight as exceed the L2 cache four times; a figure is the
-median over replays, ours and cuBLAS's in turns. The roof is max(bytes / read bandwidth, FLOPs / measured matrix
-rate), where bytes are the packed weight, its scales and zeros, and the activations in and out, each once. "Ours" is the
-product as a layer calls it. Prints a table with the launch that was chosen (tokens x outputs of a tile, programs), then
-one JSON line per row.
+median over replays. The roof is max(bytes / read bandwidth, FLOPs / measured matrix rate), where bytes are the packed
+weight, its scales and zeros, and the activations in and out, each once. "Ours" is the product as a layer calls it.
+Prints a table with the launch that was chosen (tokens x outputs of a tile, programs), then one JSON line per row.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -102,30 +100,6 @@ def likely_launches(m: int, n: int, k: int, programs: int) -> Iterator[HopperTil
     return (tiles for cost, tiles in launches if cost < 2 * least)
 
 
-def times_in_turns(*sides: list[Callable[[], object]], replays: int = 10) -> list[float]:
-    """Seconds per call of each side, each captured in a graph: clocks that fall under load fall for all."""
-    graphs = []
-    for calls in sides:
-        for call in calls[:2]:
-            call()
-        torch.cuda.synchronize()
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            for call in calls:
-                call()
-        graphs[-1].replay()
-    times: list[list[float]] = [[] for _ in sides]
-    for _ in range(replays):
-        for graph, calls, seconds in zip(graphs, sides, times):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3 / len(calls))
-    return [statistics.median(seconds) for seconds in times]
-
-
 def bench_shape(n: int, k: int, args: argparse.Namespace, bandwidth: float, rate: float) -> list[dict[str, Any]]:
     dtype = DTYPES[args.dtype]
     first = random_weight(n, k, args)
@@ -148,11 +122,8 @@ def bench_shape(n: int, k: int, args: argparse.Namespace, bandwidth: float, rate
             "act_order": args.act_order,
             "roof_us": roof * 1e6,
         }
-        ours_s, cublas_s = times_in_turns(
-            [partial(ours(args), x, weight, None, locks) for weight in weights],
-            [partial(torch.nn.functional.linear, x, weight) for weight in dense],
-        )
-        row["ours_us"], row["cublas_us"] = ours_s * 1e6, cublas_s * 1e6
+        row["ours_us"] = graph_time([partial(ours(args), x, weight, None, locks) for weight in weights]) * 1e6
+        row["cublas_us"] = graph_time([partial(torch.nn.functional.linear, x, weight) for weight in dense]) * 1e6
         if args.path == "auto" and m <= MAX_HOPPER_ROWS and fits_hopper(x, first):
             tiles = choose_hopper_tiles(m, n, k, multiprocessors(0))
             row["launch"] = f"{tiles.block_m} x {tiles.rows}, {tiles.programs}"

@@ -101,20 +101,21 @@ def _few(block_m: int, rows: int, most_stages: int, unit: float, *ends: float) -
 # more stages than these and all loads of a short product are under way at once: they also end at once, and nothing is
 # multiplied meanwhile (12 instead of 6 cost 2 microseconds)
 SHAPES = (
-    _few(8, 256, 6, 0.54, 2.4, 6.4, 10.0),
-    _few(8, 384, 5, 0.80, 1.0, 6.8, 11.0),
+    _few(8, 256, 6, 0.54, 2.4, 6.4, 7.6),
+    _few(8, 384, 5, 0.80, 1.0, 6.8, 7.6),
     _few(8, 512, 6, 1.02, 1.0, 8.3, 14.0),
-    _few(16, 256, 6, 0.69, 1.5, 7.0, 12.0),
-    _few(16, 384, 5, 1.00, 1.5, 7.8, 13.0),
-    _few(16, 512, 6, 1.20, 2.0, 10.0, 16.0),
+    _few(16, 256, 5, 0.66, 1.5, 6.8, 8.3),
+    _few(16, 384, 4, 0.92, 1.5, 7.6, 8.5),
+    _few(16, 512, 4, 1.16, 2.0, 9.5, 16.0),
     TileShape(HopperTiles(block_m=32, rows=256, burst=8), 1.067, 5.0, 6.2, 6.6),
     TileShape(HopperTiles(block_m=32, rows=512, burst=4), 1.5, 9.4, 10.0, 15.0),
     TileShape(HopperTiles(block_m=64, rows=256, burst=8), 1.116, 7.6, 8.2, 11.3),
     TileShape(HopperTiles(block_m=64, rows=512, burst=2), 1.825, 8.3, 15.5, 23.5),
+    TileShape(HopperTiles(block_m=96, rows=256, burst=4), 1.22, 5.0, 11.0, 14.4),
     TileShape(HopperTiles(block_m=128, rows=128, burst=4), 1.135, 1.0, 5.6, 12.0),
     TileShape(HopperTiles(block_m=128, rows=192, burst=4, warpgroups=3), 1.438, 0.7, 8.0, 14.0),
     TileShape(HopperTiles(block_m=128, rows=256, burst=4, buffers=2), 1.536, 2.2, 10.5, 15.9),
-    TileShape(HopperTiles(block_m=256, rows=128, burst=4), 1.399, 1.5, 8.5, 13.5),
+    TileShape(HopperTiles(block_m=256, rows=128, burst=4), 1.399, 2.8, 8.5, 13.0),
 )
 
 
