@@ -21,6 +21,8 @@ from torch import Tensor
 
 MANY_ROWS = 96  # from here on a widened product is faster than a reordered one, where it is at all
 _PIECE = 1 << 20  # elements of the weight that are held in fp32 at once: 4 MB
+_LANES = 127  # prime: what changes places in a weight moves by a multiple of 2 or 3, hardly ever of this
+_SUMMANDS = 64  # words to one sum
 
 
 def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, reordered: ReorderedWeight | None = None) -> Tensor:
@@ -86,16 +88,21 @@ class ReorderedWeight:
         self._reorder()
 
     def _reorder(self) -> None:
-        self._sums = self._row_sums()
+        self._sums = self._all_sums()
         self._copy = torch.ops.mkldnn._reorder_linear_weight(self._weight, None)
 
-    def _row_sums(self) -> Tensor:
-        """[N] int64, each of a row's bits in words of 64; read at the speed of memory."""
-        return self._weight.view(torch.int64).sum(1)
+    def _all_sums(self) -> Tensor:
+        """int64, of the weight's bits in words of 64, each sum over one lane of a stretch; read at the speed of memory.
+
+        Sums of rows would not show columns that changed places, nor sums of columns rows that did.
+        """
+        words = self._weight.view(torch.int64).flatten()
+        whole = len(words) // (_LANES * _SUMMANDS) * (_LANES * _SUMMANDS)
+        return torch.cat((words[:whole].view(-1, _SUMMANDS, _LANES).sum(1).flatten(), words[whole:]))
 
     def refresh(self) -> bool:
         """Follow a weight that was written in place; whether it was."""
-        stale = not torch.equal(self._sums, self._row_sums())
+        stale = not torch.equal(self._sums, self._all_sums())
         if stale:
             self._reorder()
         return stale

@@ -82,18 +82,23 @@ def test_weights_that_gain_nothing_or_have_no_sums_stay_as_they_are(weight: Tens
 
 
 @needs_onednn
-def test_a_copy_follows_every_write_in_place() -> None:
-    """Versions do not tell a write through `.data`; one sum over a weight would not tell rows that changed places."""
+@pytest.mark.parametrize("shape", [(48, 64), (96, 768)], ids=["one stretch", "two and a rest"])
+def test_a_copy_follows_every_write_in_place(shape: tuple[int, int]) -> None:
+    """Versions do not tell a write through `.data`; sums of rows or of columns would not tell what changed places."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.nn.Parameter(torch.randn(48, 64, generator=generator).bfloat16())
-    x = torch.randn(5, 64, generator=generator).bfloat16()
+    weight = torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
+    x = torch.randn(5, shape[1], generator=generator).bfloat16()
     copy = ReorderedWeight(weight)
     assert not copy.refresh()
 
     def swap_rows(values: Tensor) -> None:
         values[[3, 40]] = values[[40, 3]]
 
-    for write in (Tensor.neg_, swap_rows, lambda values: values[7, 9:10].add_(1)):
+    def swap_heads(values: Tensor) -> None:
+        values.copy_(values.roll(32, 1))
+
+    writes = (Tensor.neg_, swap_rows, swap_heads, lambda values: values[7, 9:10].add_(1))
+    for write in (*writes, lambda values: values[-1, -1:].add_(1)):
         write(weight.data)
         assert copy.refresh() and not copy.refresh()
         assert torch.equal(copy.linear(x, None), ReorderedWeight(weight.detach().clone()).linear(x, None))
