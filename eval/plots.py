@@ -55,18 +55,20 @@ def plot_throughput(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     figure = Figure(figsize=(1.5 + 2.6 * len(workloads), 1.2 + 0.32 * len(names)), layout="constrained")
     panels = figure.subplots(1, len(workloads), squeeze=False, sharey=True)[0]
     for panel, workload in zip(panels, workloads, strict=True):
-        for row in rows:
-            if row["workload"] == workload:
-                place, ceiling = names.index(f"{row['system']}, {row['kv_cache']}"), row.get("ceiling")
-                panel.barh(place, row["tokens_per_s"], color="C0" if ceiling else "0.75")
-                number, ink = f"{row['tokens_per_s']:,.0f} ", "white" if ceiling else "black"
-                panel.text(row["tokens_per_s"], place, number, va="center", ha="right", fontsize=7, color=ink)
-                if ceiling:
-                    panel.plot([ceiling, ceiling], [place - 0.4, place + 0.4], color="C3")
+        shown = [row for row in rows if row["workload"] == workload]
+        limit = 1.25 * max(row.get("ceiling") or row["tokens_per_s"] for row in shown)
+        for row in shown:
+            place, ceiling = names.index(f"{row['system']}, {row['kv_cache']}"), row.get("ceiling")
+            speed, inside = row["tokens_per_s"], row["tokens_per_s"] > 0.15 * limit
+            panel.barh(place, speed, color="C0" if ceiling else "0.75")
+            panel.text(
+                speed, place, f" {speed:,.0f} ", va="center", ha="right" if inside else "left", fontsize=7,
+                color="white" if ceiling and inside else "black",
+            )  # fmt: skip
+            if ceiling:
+                panel.plot([ceiling, ceiling], [place - 0.4, place + 0.4], color="C3")
         panel.set_title(workload, fontsize=9)
-        panel.set_xlim(
-            0, 1.25 * max(row.get("ceiling") or row["tokens_per_s"] for row in rows if row["workload"] == workload)
-        )
+        panel.set_xlim(0, limit)
         panel.set_xlabel("tokens per second", fontsize=8)
         panel.tick_params(labelsize=7)
         panel.locator_params(axis="x", nbins=4)
