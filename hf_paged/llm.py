@@ -148,6 +148,8 @@ class LLM:
         try:
             while True:
                 with self._lock:
+                    if not self.engine.has_work:  # somebody aborted the request
+                        return
                     outputs = self.engine.step()
                 yield from outputs
                 if outputs and outputs[-1].finished:

@@ -45,7 +45,8 @@ class CheckpointConfig(QuantizationConfigMixin):
     def __init__(self, **fields: Any) -> None:
         for name, default in _OPTIONS.items():
             setattr(self, name, bool(fields.pop(name, default)))
-        self._name = str(fields.pop("quant_method", None) or self._method.value)  # as the file has it
+        name = fields.pop("quant_method", None) or self._method
+        self._name = str(getattr(name, "value", name))  # as the file has it; Transformers' own classes hold an enum
         self.quant_method = self._method
         self.dequantize = False
         self.fields = fields

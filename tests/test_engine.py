@@ -246,6 +246,14 @@ def test_an_abandoned_stream_leaves_no_request_behind(model: PreTrainedModel) ->
     engine.engine.scheduler.check_integrity()
 
 
+def test_a_stream_whose_request_is_aborted_ends(model: PreTrainedModel) -> None:
+    """Its last output went to whoever aborted it: waiting for one would step an idle engine for ever."""
+    engine = llm(model)
+    stream = engine.stream(prompts()[1], GREEDY)
+    assert engine.engine.abort(next(stream).request_id)[-1].finished
+    assert not list(stream)
+
+
 def test_an_unfinished_stream_loses_no_output_to_another_call(model: PreTrainedModel) -> None:
     """Every output of the engine goes to whoever steps it: a second caller would swallow the end of the stream."""
     engine = llm(model)

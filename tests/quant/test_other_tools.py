@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from model_zoo import tiny_model
 from quant_files import Cell, write_model
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
 from hf_paged.quant import registry
+from hf_paged.quant.config import GPTQConfig
 from hf_paged.quant.linear import PackedLinear
 
 GPTQ = Cell(act_order=True)
@@ -160,6 +162,12 @@ def test_gptqmodel_refuses_an_old_key_that_saving_replaces(tmp_path: Path) -> No
     _load(tmp_path).save_pretrained(tmp_path / "again")
     label = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
     assert label["checkpoint_format"] == "gptq" and "is_marlin_format" not in label and "static_groups" in label
+
+
+def test_the_method_of_a_config_of_transformers_own_class_is_saved_by_its_value() -> None:
+    """Its `to_dict` holds an enum, whose name in a file would be read by nobody."""
+    fields = transformers.GPTQConfig(bits=4).to_dict()
+    assert GPTQConfig(**fields).to_dict()["quant_method"] == "gptq"
 
 
 def test_words_of_another_width_are_named(tmp_path: Path) -> None:
