@@ -80,11 +80,6 @@ class Hessian:
         """`[K]`: mean magnitude of each input channel."""
         return self._abs / max(1, self.tokens)
 
-    @property
-    def mean_square(self) -> Tensor:
-        """`[K]`: mean square of each input channel."""
-        return self.matrix.diagonal() / max(1, self.tokens)
-
     def add(self, x: Tensor, reference: Tensor | None = None) -> None:
         """Take in tokens `[..., K]`; when asymmetric with the full-precision model's inputs of the same tokens."""
         if x.shape[-1] != self.in_features:
@@ -100,11 +95,6 @@ class Hessian:
             if reference.shape != x.shape:
                 raise ValueError(f"reference activations are {list(reference.shape)}, expected {list(x.shape)}")
             _add_product(self._cross, reference.to(x.dtype), x)
-
-    def check_finite(self) -> None:
-        """Raise ValueError when NaN or infinite activations came in."""
-        if not torch.isfinite(self._abs).all():
-            raise ValueError("activations hold NaN or infinite values, expected finite ones")
 
     def merge(self, other: Hessian) -> None:
         """Take in all that another one, not asymmetric, has seen."""

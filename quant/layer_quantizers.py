@@ -65,10 +65,8 @@ def quantize_weights(layer: nn.Module, names: Sequence[str], config: QuantizeCon
         weight = get_weight(layer.get_submodule(name))
         with _naming(name):
             quantized: Quantized = rtn_fp8(weight, grid.scales_dtype) if config.method == "fp8" else rtn(weight, grid)
-        actual = as_dense(quantized, torch.float32)
-        error = float((actual - weight.float()).square().sum() / weight.float().square().sum().clamp(min=1e-30))
-        result.add(name, quantized, error, None)
-        weight.copy_(actual)
+        result.add(name, quantized, _weight_error(quantized, weight), None)
+        weight.copy_(as_dense(quantized, torch.float32))
     return result
 
 
@@ -120,7 +118,8 @@ class CalibratedQuantizer:
                     target = factor.target(weight, config.asymmetry).t()
                     quantized = awq_round(target, matrix, self.grid) if config.clip else rtn(target, self.grid)
                     error = _error(dequantize(quantized, torch.float32) - target, matrix)
-            self.result.add(name, quantized, error / energies[name], hessian.tokens, note)
+            share = error / energies[name] if hessian.tokens else _weight_error(quantized, weight)  # 0 over 0
+            self.result.add(name, quantized, share, hessian.tokens, note)
             weight.copy_(as_dense(quantized, weight.dtype))
 
     def _scale(self, trace: LayerTrace) -> None:
@@ -188,6 +187,12 @@ def _merged(hessians: Sequence[Hessian]) -> Hessian:
 def _energy(weight: Tensor, hessian: Hessian) -> float:
     """Squared output of the linear, summed over tokens and channels."""
     return max(_error(weight.float(), hessian.matrix), 1e-30)
+
+
+def _weight_error(quantized: Quantized, weight: Tensor) -> float:
+    """Relative, squared, of the weights alone."""
+    wrong = as_dense(quantized, torch.float32) - weight.float()
+    return float(wrong.square().sum() / weight.float().square().sum().clamp(min=1e-30))
 
 
 def _error(difference: Tensor, matrix: Tensor) -> float:

@@ -1,8 +1,8 @@
 """What quantizing a model did, layer by layer: kept with the model as `quantize_report.json`.
 
 Errors are relative and squared: |x (W - Q)^T|^2 / |x W^T|^2 over the calibration tokens for a linear (over the weights
-alone where a method has no activations), |layer_Q(x) - layer(x)|^2 / |layer(x) - x|^2 for a layer, x being what the
-layers quantized before it hand on.
+alone where a method has no activations, or no token reached it), |layer_Q(x) - layer(x)|^2 / |layer(x) - x|^2 for a
+layer, x being what the layers quantized before it hand on.
 """
 
 from __future__ import annotations

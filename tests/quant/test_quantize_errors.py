@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import resource
 import shutil
 import subprocess
@@ -314,17 +315,21 @@ def test_a_write_that_the_system_refuses_is_an_error_with_the_files_name(model_p
     assert not list(tmp_path.iterdir())
 
 
-def test_experts_that_no_token_reaches_are_rounded_and_reported(tmp_path: Path) -> None:
-    model = tiny_model("mixtral", intermediate_size=128, num_hidden_layers=2)
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_experts_that_no_token_reaches_are_rounded_and_reported(method: str, tmp_path: Path) -> None:
+    model = tiny_model("mixtral", intermediate_size=128, num_hidden_layers=2, num_local_experts=5)
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.mlp.gate.weight[3] = 0
-            layer.mlp.gate.weight[:3] *= 0.1
-            layer.mlp.gate.weight[:3] += 5 * torch.sign(layer.post_attention_layernorm.weight)
+            router = layer.mlp.gate.weight  # scores x, 2 x, -x, -2 x and 0: two of the others are always above 0
+            router.copy_(torch.tensor([1.0, 2, -1, -2, 0])[:, None] * router[0])
     model.save_pretrained(tmp_path / "model")
-    report = quantize(tmp_path / "model", tmp_path / "out")
-    assert any("calibration token" in note for note in report.notes())
-    assert all(torch.isfinite(torch.tensor(linear.error)) for layer in report.layers for linear in layer.linears)
+    report = quantize(tmp_path / "model", tmp_path / "out", replace(CONFIG, method=method))
+    assert any("no calibration token" in note for note in report.notes())
+    linears = [linear for layer in report.layers for linear in layer.linears]
+    assert all(math.isfinite(linear.error) for linear in linears)
+    silent = [linear.error for linear in linears if linear.tokens == 0]
+    half_step = 8 / 15 / 2  # of 4 bits over 8 standard deviations; their output is 0, and nothing is a share of that
+    assert silent and 0 < max(silent) < half_step**2
     AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
 
 
