@@ -242,7 +242,7 @@ class LLM:
         if engine is not None and engine.scheduler.has_work:
             raise RuntimeError("a stream of this LLM is not finished; exhaust it, or close() it")
         now = ModelFingerprint(self.model)
-        if now.structure != self._fingerprint.structure:
+        if engine is None or now.structure != self._fingerprint.structure:
             logger.info("the model changed; its engine is rebuilt")
             self._start_engine()
         elif now.versions != self._fingerprint.versions:

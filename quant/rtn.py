@@ -11,15 +11,14 @@ from hf_paged.quant.weight import QuantizedWeight
 FP8_MAX = 448.0  # largest e4m3
 
 
-def rtn(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> QuantizedWeight:
+def rtn(weight: Tensor, grid: Grid) -> QuantizedWeight:
     """`[N, K]` rounded to the nearest point of each group's grid; the last group may be short.
 
-    `importance [K]` weighs the columns' squared errors in the search of the range (`grid.mse`), e.g. the mean square of
-    each input channel. Raises ValueError for NaN, infinite or, in the scales' dtype, overflowing weights.
+    Raises ValueError for NaN, infinite or, in the scales' dtype, overflowing weights.
     """
     check_weight(weight, grid.scales_dtype)
     columns = weight.float().t().contiguous()
-    scales, zeros = fit_columns(columns, grid, importance)
+    scales, zeros = fit_columns(columns, grid)
     group = torch.arange(columns.shape[0], device=columns.device) // grid.group(columns.shape[0])
     codes = encode(columns, scales[group], zeros[group], grid.top)
     return quantized(codes, scales, zeros, None, grid)
@@ -39,7 +38,10 @@ def rtn_fp8(weight: Tensor, scales_dtype: torch.dtype = torch.float32) -> tuple[
 
 
 def fit_columns(columns: Tensor, grid: Grid, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Scales and zeros `[groups, N]` of consecutive groups of `columns [K, N]`; `importance [K]`."""
+    """Scales and zeros `[groups, N]` of consecutive groups of `columns [K, N]`.
+
+    `importance [K]` weighs the columns' squared errors in the search of the range (`grid.mse`).
+    """
     k, n = columns.shape
     size = grid.group(k)
     whole = k // size * size
