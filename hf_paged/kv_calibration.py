@@ -1,10 +1,11 @@
 """Calibration: offsets and factors for a model's keys and values, and each format's error, from one short forward.
 
 The tokens are a text of the user's, or the model's own: short passages that it writes by itself, drawn by a seeded
-generator. Prompts are never looked at. Random tokens would not do: what deep layers attend to in them is far from what
-they attend to in text, and errors come out up to three times too small. Whatever the tokens were, smoothing is exact
-algebra, so a poor choice costs precision and never correctness. Offset and factor are chosen among a few, the identity
-with them, by the error that each leaves in the layer's output on these very tokens.
+generator; in stretches they stand all over the context. Prompts are never looked at. Random tokens would not do: what
+deep layers attend to in them is far from what they attend to in text, and errors come out up to three times too small.
+Whatever the tokens were, smoothing is exact algebra, so a poor choice costs precision and never correctness. Offset and
+factor are chosen among a few, the identity with them, by the error that each leaves in the layer's output on these very
+tokens.
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ def calibrate(
         token_ids = calibration_tokens(model)
         source = f"{len(token_ids)} tokens of {OWN_TOKENS}"
     watch = _Watch(k_formats, v_formats)
-    positions = torch.arange(len(token_ids), device=model.device)
-    model(token_ids, positions, watch, positions[-1:])
+    model(token_ids, _places(model, len(token_ids)), watch, torch.tensor([len(token_ids) - 1], device=model.device))
     layers = {i: watch.layers[i] for i in sorted(watch.layers)}
     return KVScales(layers=layers, source=source, probed=model.probed.float().cpu())
 
@@ -77,6 +77,21 @@ def calibration_tokens(model: PackedModel, token_ids: Sequence[int] | None = Non
     if len(token_ids) < 2:
         raise ValueError(f"the calibration text has {len(token_ids)} tokens; at least 2 are needed")
     return torch.tensor(token_ids[:limit], dtype=torch.long, device=model.device)
+
+
+def _places(model: PackedModel, count: int) -> Tensor:
+    """Positions [count] int64: `_PASSAGES` stretches of tokens, all over the context that RoPE is not scaled for.
+
+    RoPE turns a channel's mean on: offsets of the first 512 positions alone are worse than none some thousands on.
+    """
+    config: Any = model.view.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one, or one for each kind of layer
+    limits = [getattr(config, "max_position_embeddings", None) or count]
+    limits += [limit for kind in kinds if (limit := kind.get("original_max_position_embeddings"))]
+    length = -(-count // _PASSAGES)
+    tokens = torch.arange(count, device=model.device)
+    return tokens + tokens // length * max(min(limits) // _PASSAGES - length, 0)
 
 
 @torch.no_grad()

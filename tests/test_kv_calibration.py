@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_paged import LLM
 from hf_paged.config import EngineConfig
-from hf_paged.kv_calibration import CALIBRATIONS, FORMATS, calibrate
+from hf_paged.kv_calibration import CALIBRATIONS, FORMATS, _places, calibrate
 from hf_paged.kv_mix import paged_log_probs
 from hf_paged.kv_protection import plan_storage
 from hf_paged.kv_scales import load_kv_scales, save_kv_scales, transform_of
@@ -235,3 +235,16 @@ def test_a_gpu_reads_the_distributions_that_a_cpu_reads(kv_cache_dtype: str, tmp
     with torch.no_grad():
         there = paged_log_probs(view, plan_storage(model, view, config).formats, prompt.cuda()).cpu()
     assert float((here.exp() * (here - there)).sum(-1).mean()) < 0.3 * cost
+
+
+def test_calibration_looks_all_over_the_context_and_no_further_than_rope_is_unscaled() -> None:
+    """An offset of the first positions alone is the wrong one further on: RoPE has turned it."""
+    for config, end in (({}, 256), ({"rope_parameters": SCALED}, 128)):
+        model = packed(tiny_model("llama", **config))
+        places = _places(model, 64)
+        assert places[0] == 0 and end - 16 <= places[-1] < end
+        assert places.diff().min() == 1 and (places.diff() > 1).sum() == 15
+    assert torch.equal(_places(model, 500), torch.arange(500)), "a text longer than that stays as it is"
+
+
+SCALED = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
