@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.on_device import on_device
+
 
 @triton.jit
 def quantize_activations_kernel(
@@ -28,6 +30,7 @@ def quantize_activations_kernel(
     tl.store(scales + row, scale)
 
 
+@on_device
 def quantize_activations_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
     """`[M, K]` -> e4m3 codes `[M, K]`, fp32 scales `[M, 1]`."""
     x = x.contiguous()

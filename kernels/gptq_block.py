@@ -58,7 +58,6 @@ def gptq_block_kernel(
         tl.store(shifted + at, wanted - value, mask=in_n)
 
 
-@on_device
 def gptq_block(
     target: Tensor,
     shifted: Tensor,
@@ -78,6 +77,7 @@ def gptq_block(
     gptq_block_launch(target, shifted, unit, scales, zeros, group, top, codes, residual)
 
 
+@on_device
 def gptq_block_launch(
     target: Tensor,
     shifted: Tensor,
