@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+INPUT = torch.arange(3, 25).reshape(2, 11)  # token ids
+EXACT = 1e-5  # fp32 on both sides: what remains is the order of the sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,3 +293,14 @@ def save_files(
         save_file(part, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def load(folder: Path, **options: object) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
+
+
+def logit_error(model: PreTrainedModel, truth: PreTrainedModel) -> float:
+    """Largest, as a share of the largest logit; `EXACT` where both compute in fp32."""
+    with torch.no_grad():
+        expected = truth(INPUT).logits.float()
+        return float((model(INPUT).logits.float() - expected).abs().max() / expected.abs().max())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_zoo import tiny_model
-from quant_files import Cell, pack_linear, quantize, save_files, write_model
+from quant_files import EXACT, INPUT, Cell, load, logit_error, pack_linear, quantize, save_files, write_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -27,19 +27,6 @@ from hf_paged.quant.linear import PackedLinear
 
 GPTQ = Cell(act_order=True)
 AWQ = Cell(kind="awq_gemm")
-INPUT = torch.arange(3, 25).reshape(2, 11)
-# fp32 on both sides: what remains is the order of the sums
-EXACT = 1e-5
-
-
-def _load(folder: Path, **options: object) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
-
-
-def _error(model: PreTrainedModel, truth: PreTrainedModel) -> float:
-    with torch.no_grad():
-        expected = truth(INPUT).logits.float()
-        return float((model(INPUT).logits.float() - expected).abs().max() / expected.abs().max())
 
 
 def _moe(family: str) -> PreTrainedModel:
@@ -89,13 +76,13 @@ def test_a_family_answers_as_its_dequantized_self_and_saves_back(family: str, ce
     model = _moe(family) if "moe" in family else tiny_model(family)
     truth = write_model(model, tmp_path, cell)
     attention = {"attn_implementation": model.config._attn_implementation}
-    loaded = _load(tmp_path, **attention)
-    assert _error(loaded, truth) < EXACT
+    loaded = load(tmp_path, **attention)
+    assert logit_error(loaded, truth) < EXACT
     loaded.save_pretrained(tmp_path / "again")
     before, after = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert _error(_load(tmp_path / "again", **attention), truth) < EXACT
+    assert logit_error(load(tmp_path / "again", **attention), truth) < EXACT
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -107,11 +94,11 @@ def test_a_head_is_what_the_file_holds(head: bool, tied: bool, tmp_path: Path) -
     truth = write_model(model, tmp_path, AWQ, head=head)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
-    loaded = _load(tmp_path)
+    loaded = load(tmp_path)
     assert isinstance(loaded.lm_head, PackedLinear) == head
-    assert _error(loaded, truth) < EXACT
+    assert logit_error(loaded, truth) < EXACT
     loaded.save_pretrained(tmp_path / "again")
-    assert _error(_load(tmp_path / "again"), truth) < EXACT
+    assert logit_error(load(tmp_path / "again"), truth) < EXACT
 
 
 def test_dynamic_rules_give_modules_their_own_bits_or_none(tmp_path: Path) -> None:
@@ -128,17 +115,17 @@ def test_dynamic_rules_give_modules_their_own_bits_or_none(tmp_path: Path) -> No
     truth = write_model(
         tiny_model("llama"), tmp_path, Cell(), config=config, cells={eight: Cell(bits=8, group_size=96), skipped: None}
     )
-    loaded = _load(tmp_path)
+    loaded = load(tmp_path)
     assert loaded.get_submodule(eight).layout.bits == 8
     assert isinstance(loaded.get_submodule(skipped), torch.nn.Linear)
-    assert _error(loaded, truth) < EXACT
+    assert logit_error(loaded, truth) < EXACT
 
 
 def test_groups_that_no_kernel_cuts_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They still load and compute, dequantized at each call: a user should know why the model is slow."""
     truth = write_model(tiny_model("llama"), tmp_path, Cell(group_size=24))
     with caplog.at_level(logging.INFO, logger="hf_paged"):
-        assert _error(_load(tmp_path), truth) < EXACT
+        assert logit_error(load(tmp_path), truth) < EXACT
     told = [record.getMessage() for record in caplog.records if "no kernel cuts" in record.getMessage()]
     assert len(told) == 1 and "21 packed linears (model.layers.0" in told[0]
 
@@ -149,9 +136,9 @@ def test_zero_biases_of_autogptq_are_dropped_and_real_ones_kept(tmp_path: Path) 
     extra = {zero: torch.zeros(96, dtype=torch.float16), real: torch.full((64,), 0.25, dtype=torch.float16)}
     truth = write_model(tiny_model("llama"), tmp_path, Cell(), extra=extra)
     truth.model.layers[0].mlp.down_proj.bias = torch.nn.Parameter(torch.full((64,), 0.25))
-    loaded = _load(tmp_path)
+    loaded = load(tmp_path)
     assert loaded.model.layers[0].mlp.up_proj.bias is None
-    assert _error(loaded, truth) < EXACT
+    assert logit_error(loaded, truth) < EXACT
 
 
 def _fp8_model(folder: Path, grain: str, static: bool = False) -> tuple[PreTrainedModel, dict[str, object]]:
@@ -186,7 +173,7 @@ def _fp8_model(folder: Path, grain: str, static: bool = False) -> tuple[PreTrain
         config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": group}}
     save_files(folder, state, model.config.to_dict(), config)
     save_files(folder / "dense", dense, model.config.to_dict(), None)
-    return _load(folder / "dense"), config
+    return load(folder / "dense"), config
 
 
 @pytest.mark.parametrize(
@@ -195,7 +182,7 @@ def _fp8_model(folder: Path, grain: str, static: bool = False) -> tuple[PreTrain
 def test_fp8_files_answer_within_the_step_of_their_activations(grain: str, static: bool, tmp_path: Path) -> None:
     """Per tensor, per channel and 128x128-style blocks; activations static, dynamic or left alone."""
     truth, _ = _fp8_model(tmp_path, grain, static)
-    loaded = _load(tmp_path)
+    loaded = load(tmp_path)
     for name, module in loaded.named_modules():
         if isinstance(module, Fp8Linear):
             x = torch.randn(16, module.in_features, generator=torch.Generator().manual_seed(0))
@@ -205,7 +192,7 @@ def test_fp8_files_answer_within_the_step_of_their_activations(grain: str, stati
             assert error < (2**-4 / 3**0.5 if static or grain != "tensor" else EXACT), name
     assert sum(isinstance(module, Fp8Linear) for module in loaded.modules()) == 21
     loaded.save_pretrained(tmp_path / "again")
-    assert _error(_load(tmp_path / "again"), loaded) < EXACT
+    assert logit_error(load(tmp_path / "again"), loaded) < EXACT
 
 
 def test_fp8_experts_load_stacked(tmp_path: Path) -> None:
@@ -223,11 +210,11 @@ def test_fp8_experts_load_stacked(tmp_path: Path) -> None:
     config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": group}}
     save_files(tmp_path, state, model.config.to_dict(), config)
     save_files(tmp_path / "dense", dense, model.config.to_dict(), None)
-    loaded = _load(tmp_path)
+    loaded = load(tmp_path)
     assert isinstance(loaded.model.layers[0].mlp.experts, PackedExperts)
-    assert _error(loaded, _load(tmp_path / "dense")) < EXACT
+    assert logit_error(loaded, load(tmp_path / "dense")) < EXACT
     loaded.save_pretrained(tmp_path / "again")
-    assert _error(_load(tmp_path / "again"), loaded) < EXACT
+    assert logit_error(load(tmp_path / "again"), loaded) < EXACT
 
 
 def test_a_loaded_model_can_be_copied_moved_and_restored(tmp_path: Path) -> None:
@@ -235,23 +222,23 @@ def test_a_loaded_model_can_be_copied_moved_and_restored(tmp_path: Path) -> None
     lost.
     """
     truth = write_model(tiny_model("llama"), tmp_path, GPTQ)
-    loaded = _load(tmp_path)
+    loaded = load(tmp_path)
     shared = {id(value): value for value in [*loaded.parameters(), *loaded.buffers()]}
     view = copy.deepcopy(loaded, memo=shared)
     assert all(one is two for one, two in zip(loaded.parameters(), view.parameters()))
-    assert _error(view, truth) < EXACT
-    assert _error(copy.deepcopy(loaded), truth) < EXACT
-    fresh = _load(tmp_path)
+    assert logit_error(view, truth) < EXACT
+    assert logit_error(copy.deepcopy(loaded), truth) < EXACT
+    fresh = load(tmp_path)
     for value in fresh.parameters():
         value.data.zero_()
     fresh.load_state_dict(loaded.state_dict())
-    assert _error(fresh.to("cpu"), truth) < EXACT
+    assert logit_error(fresh.to("cpu"), truth) < EXACT
     assert all(not value.requires_grad for name, value in loaded.named_parameters() if "proj" in name)
 
 
 def test_the_forward_is_one_graph_for_the_compiler(tmp_path: Path) -> None:
     truth = write_model(tiny_model("llama"), tmp_path, GPTQ)
-    loaded = _load(tmp_path)
+    loaded = load(tmp_path)
     compiled = torch.compile(loaded.forward, backend="eager", fullgraph=True)
     with torch.no_grad():
         error = (compiled(INPUT, use_cache=False).logits - truth(INPUT).logits).abs().max()
@@ -264,7 +251,7 @@ def test_layers_can_be_offloaded_from_a_gpu(place: str, tmp_path: Path) -> None:
     truth = write_model(tiny_model("llama"), tmp_path, GPTQ).to("cuda")
     names = ["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"]
     device_map = {**dict.fromkeys(names, 0), "model.layers.1": place, "model.layers.2": place}
-    loaded = _load(tmp_path, device_map=device_map, offload_folder=str(tmp_path / "offload"))
+    loaded = load(tmp_path, device_map=device_map, offload_folder=str(tmp_path / "offload"))
     with torch.no_grad():
         expected = truth(INPUT.to("cuda")).logits
         actual = loaded(INPUT.to("cuda")).logits
@@ -288,13 +275,13 @@ def test_layers_can_be_offloaded(place: str, tmp_path: Path) -> None:
             "model.rotary_emb": "cpu",
             "lm_head": "cpu",
         }
-    loaded = _load(tmp_path, device_map=device_map, offload_folder=str(tmp_path / "offload"))
-    assert _error(loaded, truth) < EXACT
+    loaded = load(tmp_path, device_map=device_map, offload_folder=str(tmp_path / "offload"))
+    assert logit_error(loaded, truth) < EXACT
     linears = {name: module for name, module in loaded.named_modules() if isinstance(module, PackedLinear)}
     kept = {name.split(".")[2] for name, module in linears.items() if module.on_cpu.dense is not None}
     assert kept == ({"0"} if place == "disk" else {"0", "1", "2"})  # plain copies would hold the offloaded layers
     loaded.save_pretrained(tmp_path / "again")
-    assert _error(_load(tmp_path / "again"), truth) < EXACT
+    assert logit_error(load(tmp_path / "again"), truth) < EXACT
 
 
 def test_the_cpu_paths_agree(tmp_path: Path) -> None:
@@ -325,9 +312,9 @@ def test_the_self_check_passes_good_layers_and_names_a_wrong_one(
 ) -> None:
     """It runs on CUDA only; here its comparison is driven directly, with a kernel that is wrong in one column."""
     write_model(tiny_model("llama"), tmp_path, GPTQ)
-    packed = _load(tmp_path).model.layers[0].mlp.up_proj
+    packed = load(tmp_path).model.layers[0].mlp.up_proj
     _fp8_model(tmp_path / "fp8", "block")
-    fp8 = _load(tmp_path / "fp8").model.layers[0].mlp.up_proj
+    fp8 = load(tmp_path / "fp8").model.layers[0].mlp.up_proj
     for module in (packed, fp8):
         check_layer("layer", module, torch.float16, torch.device("cpu"))
         right = module.forward
@@ -339,7 +326,7 @@ def test_the_self_check_passes_good_layers_and_names_a_wrong_one(
 def test_what_a_cpu_derives_from_packed_weights_is_shared_by_views_and_changes_no_fingerprint(tmp_path: Path) -> None:
     """As buffers the plain copies made the first call's view stale, and every view held one of its own."""
     write_model(tiny_model("llama"), tmp_path, GPTQ)
-    model = _load(tmp_path)
+    model = load(tmp_path)
     before, view = ModelFingerprint(model), build_view(model)
     model(torch.tensor([[3, 4]]))
     assert ModelFingerprint(model).structure == before.structure
@@ -355,7 +342,7 @@ def test_three_bit_words_count_as_the_four_bit_fields_that_hold_them(tmp_path: P
     """A model that just fits by its files would not fit the device."""
     write_model(tiny_model("llama"), tmp_path, Cell(bits=3))
     files = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    linears = [m for m in _load(tmp_path).modules() if isinstance(m, PackedLinear)]
+    linears = [m for m in load(tmp_path).modules() if isinstance(m, PackedLinear)]
     words = sum(m.in_features * m.out_features for m in linears) * 3 // 8  # bytes in the file
     assert checkpoint_bytes(tmp_path) - files == pytest.approx(words / 3, rel=1e-6)
     (tmp_path / "five").mkdir()

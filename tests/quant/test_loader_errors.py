@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 from model_zoo import tiny_model
-from quant_files import Cell, write_model
+from quant_files import EXACT, INPUT, Cell, load, logit_error, write_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.quantizers import auto
 
 from hf_paged.eval.random_checkpoint import Format, LlamaShape, write_checkpoint
@@ -22,19 +22,6 @@ from hf_paged.quant.linear import PackedLinear
 
 GPTQ = Cell(act_order=True)
 AWQ = Cell(kind="awq_gemm")
-INPUT = torch.arange(3, 25).reshape(2, 11)
-# fp32 on both sides: what remains is the order of the sums
-EXACT = 1e-5
-
-
-def _load(folder: Path, **options: object) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
-
-
-def _error(model: PreTrainedModel, truth: PreTrainedModel) -> float:
-    with torch.no_grad():
-        expected = truth(INPUT).logits.float()
-        return float((model(INPUT).logits.float() - expected).abs().max() / expected.abs().max())
 
 
 def test_no_quantization_package_is_needed(tmp_path: Path) -> None:
@@ -56,7 +43,7 @@ def test_no_quantization_package_is_needed(tmp_path: Path) -> None:
             "modules_in_block_to_quantize": [["x"]],
         },
     )
-    assert isinstance(_load(tmp_path).model.layers[0].mlp.up_proj, PackedLinear)
+    assert isinstance(load(tmp_path).model.layers[0].mlp.up_proj, PackedLinear)
 
 
 def test_wrong_bits_in_the_config_are_an_error(tmp_path: Path) -> None:
@@ -64,7 +51,26 @@ def test_wrong_bits_in_the_config_are_an_error(tmp_path: Path) -> None:
         tiny_model("llama"), tmp_path, Cell(bits=8), config={"quant_method": "gptq", "bits": 4, "group_size": 32}
     )
     with pytest.raises(ValueError, match=r"self_attn.*quantization_config says 4 bits, the tensors hold 8"):
-        _load(tmp_path)
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cell", "suffix"),
+    [
+        (GPTQ, "qzeros"),
+        (GPTQ, "g_idx"),
+        (Cell(kind="compressed"), "weight_zero_point"),
+        (Cell(kind="compressed", act_order=True), "weight_g_idx"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_tensor_that_the_config_promises_is_missed(cell: Cell, suffix: str, tmp_path: Path) -> None:
+    """Symmetric weights have no zero points and plain ones no g_idx: without them the others would load as noise."""
+    write_model(tiny_model("llama"), tmp_path, cell)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({k: v for k, v in state.items() if not k.endswith(f"q_proj.{suffix}")}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"q_proj\.{suffix} is missing: quantization_config says"):
+        load(tmp_path)
 
 
 def test_one_missing_expert_is_an_error_and_not_a_random_one(tmp_path: Path) -> None:
@@ -74,7 +80,7 @@ def test_one_missing_expert_is_an_error_and_not_a_random_one(tmp_path: Path) -> 
         {k: v for k, v in state.items() if ".1.block_sparse_moe.experts.2.w3." not in k}, tmp_path / "model.safetensors"
     )
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.2\.w3 are missing: expected 4 experts"):
-        _load(tmp_path)
+        load(tmp_path)
 
 
 def test_a_router_that_is_a_linear_and_computes_more_is_not_replaced(tmp_path: Path) -> None:
@@ -84,15 +90,15 @@ def test_a_router_that_is_a_linear_and_computes_more_is_not_replaced(tmp_path: P
     config = transformers.AutoConfig.for_model("llama4_text", vocab_size=96, pad_token_id=0, **sizes, **heads)
     write_model(AutoModelForCausalLM.from_config(config), tmp_path, Cell())
     with pytest.raises(ValueError, match=r"router\.\w+ .*: expected a linear layer, found Llama4Router"):
-        _load(tmp_path)
+        load(tmp_path)
 
 
 def test_shards_load_as_one_file_and_a_missing_shard_is_named(tmp_path: Path) -> None:
     truth = write_model(tiny_model("llama"), tmp_path, GPTQ, shards=3)
-    assert _error(_load(tmp_path), truth) < EXACT
+    assert logit_error(load(tmp_path), truth) < EXACT
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(OSError, match="model-00002-of-00003"):
-        _load(tmp_path)
+        load(tmp_path)
 
 
 def test_bin_files_need_the_flag(tmp_path: Path) -> None:
@@ -101,8 +107,8 @@ def test_bin_files_need_the_flag(tmp_path: Path) -> None:
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"pytorch_model\.bin: expected \.safetensors.*allow_bin=True"):
-        _load(tmp_path)
-    assert _error(_load(tmp_path, quantization_config=GPTQConfig(allow_bin=True)), truth) < EXACT
+        load(tmp_path)
+    assert logit_error(load(tmp_path, quantization_config=GPTQConfig(allow_bin=True)), truth) < EXACT
 
 
 def test_all_problems_of_a_header_come_in_one_error(tmp_path: Path) -> None:
@@ -114,7 +120,7 @@ def test_all_problems_of_a_header_come_in_one_error(tmp_path: Path) -> None:
     state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"].t().contiguous()
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="this checkpoint cannot be loaded") as raised:
-        _load(tmp_path)
+        load(tmp_path)
     for part in (
         r"model.layers.0.mlp.up_proj",
         "tensor model.layers.9.mlp.up_proj.qweight (I32 [8, 96]) belongs to no module of LlamaForCausalLM",
@@ -131,7 +137,7 @@ def test_bad_values_name_their_tensor(tmp_path: Path) -> None:
         state[name].view(-1)[3] = value
         save_file(state, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=f"tensor {name}: expected finite"):
-            _load(tmp_path)
+            load(tmp_path)
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), -1.0])
@@ -143,14 +149,14 @@ def test_impossible_kv_scales_are_an_error(value: float, tmp_path: Path) -> None
     }
     write_model(tiny_model("llama"), tmp_path, Cell(kind="compressed"), extra=extra)
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.v_scale: expected a KV-cache scale > 0"):
-        _load(tmp_path)
+        load(tmp_path)
 
 
 def test_kv_scales_of_exactly_one_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     extra = {f"model.layers.{i}.self_attn.{s}_scale": torch.ones(1) for i in range(3) for s in "kv"}
     write_model(tiny_model("llama"), tmp_path, Cell(kind="compressed"), extra=extra)
     with caplog.at_level(logging.WARNING):
-        assert len(_load(tmp_path).hf_paged_kv_scales) == 3
+        assert len(load(tmp_path).hf_paged_kv_scales) == 3
     assert "exactly 1.0" in caplog.text
 
 
@@ -183,15 +189,15 @@ def test_old_and_odd_awq_configs_are_read(options: dict[str, object], tmp_path: 
         "do_fuse": True,
     }
     truth = write_model(tiny_model("llama"), tmp_path, AWQ, config={**base, **options})
-    assert _error(_load(tmp_path), truth) < EXACT
+    assert logit_error(load(tmp_path), truth) < EXACT
 
 
 def test_a_config_passed_by_the_user_still_loads(tmp_path: Path) -> None:
     """Scripts pass GPTQConfig(bits=4, ...) to choose another package's backend: that must not stop ours."""
     truth = write_model(tiny_model("llama"), tmp_path, GPTQ)
     with pytest.warns(UserWarning, match="quantization_config"):
-        loaded = _load(tmp_path, quantization_config=transformers.GPTQConfig(bits=4, backend="marlin"))
-    assert _error(loaded, truth) < EXACT
+        loaded = load(tmp_path, quantization_config=transformers.GPTQConfig(bits=4, backend="marlin"))
+    assert logit_error(loaded, truth) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -203,7 +209,7 @@ def test_a_random_checkpoint_loads_and_keeps_the_size_of_its_activations(form: F
     """The 70B figures rest on this generator: sharded like a real file, and no layer may overflow or die out."""
     shape = LlamaShape(hidden=128, intermediate=256, layers=2, heads=4, kv_heads=2, vocab=64)
     write_checkpoint(tmp_path, shape, form)
-    model = _load(tmp_path)
+    model = load(tmp_path)
     assert isinstance(model.model.layers[1].mlp.down_proj, PackedLinear)
     with torch.no_grad():
         hidden = model.model(INPUT).last_hidden_state
@@ -241,7 +247,7 @@ def test_a_quant_method_that_nobody_knows_is_refused_by_name(tmp_path: Path) -> 
     """Transformers skips it with a warning: the packed tensors stay unused and the linears random."""
     write_model(tiny_model("llama"), tmp_path, GPTQ, config={"quant_method": "gptq-next", "bits": 4})
     with pytest.raises(ValueError, match=r"quant_method='gptq-next' is not allowed; allowed: .*awq.*gptq"):
-        _load(tmp_path)
+        load(tmp_path)
     registry.unregister()
     try:
         assert not auto.AutoHfQuantizer.supports_quant_method({"quant_method": "gptq-next"})

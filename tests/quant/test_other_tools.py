@@ -10,28 +10,16 @@ import pytest
 import torch
 import transformers
 from model_zoo import tiny_model
-from quant_files import Cell, write_model
+from quant_files import EXACT, Cell, load, logit_error, write_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
+from transformers import modeling_utils
 
 from hf_paged.quant import registry
 from hf_paged.quant.config import GPTQConfig
 from hf_paged.quant.linear import PackedLinear
 
 GPTQ = Cell(act_order=True)
-INPUT = torch.arange(3, 25).reshape(2, 11)
-EXACT = 1e-5  # fp32 on both sides: what remains is the order of the sums
-
-
-def _load(folder: Path, **options: object) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
-
-
-def _error(model: PreTrainedModel, truth: PreTrainedModel) -> float:
-    with torch.no_grad():
-        expected = truth(INPUT).logits.float()
-        return float((model(INPUT).logits.float() - expected).abs().max() / expected.abs().max())
 
 
 def _edit(folder: Path, **changes: object) -> None:
@@ -53,9 +41,9 @@ def test_planar_words_of_gptqmodel_are_not_read_as_continuous_ones(bits: int, tm
     """`gptq_p` has the shapes of `gptq`: at 3 bits only the label tells them apart, and the wrong one is silent."""
     cell = Cell(kind="gptq_p", bits=bits, act_order=True)
     truth = write_model(tiny_model("llama"), tmp_path, cell)
-    loaded = _load(tmp_path)
+    loaded = load(tmp_path)
     assert loaded.model.layers[0].mlp.up_proj.layout.kind == "gptq_p"
-    assert _error(loaded, truth) < EXACT
+    assert logit_error(loaded, truth) < EXACT
     loaded.save_pretrained(tmp_path / "again")
     before, after = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -85,12 +73,12 @@ def test_auto_round_files_are_gptq_or_awq_by_their_packing_format(cell: Cell, pa
         "extra_config": {r".*\.1\.mlp\.down_.*" if cell.bits == 2 else eight: {"bits": 8 if cells else 4}},
     }
     truth = write_model(tiny_model("llama"), tmp_path, cell, config=label, cells=cells)
-    loaded = _load(tmp_path)
+    loaded = load(tmp_path)
     assert isinstance(loaded.model.layers[0].mlp.up_proj, PackedLinear)
-    assert _error(loaded, truth) < EXACT
+    assert logit_error(loaded, truth) < EXACT
     loaded.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"] == label
-    assert _error(_load(tmp_path / "again"), truth) < EXACT
+    assert logit_error(load(tmp_path / "again"), truth) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -113,13 +101,13 @@ def test_a_label_and_a_file_name_from_before_config_json_knew_them(
     _unlabel(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-128g.safetensors")
     (tmp_path / file).write_text(json.dumps(label))
-    loaded = _load(tmp_path)
-    assert _error(loaded, truth) < EXACT
+    loaded = load(tmp_path)
+    assert logit_error(loaded, truth) < EXACT
     loaded.save_pretrained(tmp_path / "again")
-    assert _error(_load(tmp_path / "again"), truth) < EXACT
+    assert logit_error(load(tmp_path / "again"), truth) < EXACT
     (tmp_path / file).write_text("[")
     with pytest.raises(ValueError, match=rf"{file}: expected a JSON object"):
-        _load(tmp_path)
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -127,7 +115,7 @@ def test_packed_weights_without_any_label_are_refused_and_not_left_random(shards
     write_model(tiny_model("llama"), tmp_path, GPTQ, shards=shards)
     _unlabel(tmp_path)
     with pytest.raises(ValueError, match=r"qweight: packed, but .*config\.json has no quantization_config; add"):
-        _load(tmp_path)
+        load(tmp_path)
     registry.unregister()
     try:
         assert not hasattr(modeling_utils.get_hf_quantizer, "original")
@@ -152,14 +140,14 @@ def test_a_layout_that_is_not_read_is_refused_by_name(
     write_model(tiny_model("llama"), tmp_path, cell)
     _edit(tmp_path, **changes)
     with pytest.raises(ValueError, match=rf"layout '[\w:]*{name}' is not read; allowed: .*Save the model as"):
-        _load(tmp_path)
+        load(tmp_path)
 
 
 def test_gptqmodel_refuses_an_old_key_that_saving_replaces(tmp_path: Path) -> None:
     """AutoGPTQ 0.7 writes `is_marlin_format: false`; GPTQModel >= 7 ends at the key, whatever its value."""
     write_model(tiny_model("llama"), tmp_path, GPTQ)
     _edit(tmp_path, checkpoint_format=None, is_marlin_format=False, static_groups=False)
-    _load(tmp_path).save_pretrained(tmp_path / "again")
+    load(tmp_path).save_pretrained(tmp_path / "again")
     label = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
     assert label["checkpoint_format"] == "gptq" and "is_marlin_format" not in label and "static_groups" in label
 
@@ -178,7 +166,7 @@ def test_words_of_another_width_are_named(tmp_path: Path) -> None:
         state[name] = state[name].view(torch.int16)
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"qweight: expected I32 .*found I16"):
-        _load(tmp_path)
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +185,7 @@ def test_a_tensor_that_changes_what_packed_ones_mean_is_not_skipped(
         tiny_model("llama"), tmp_path, Cell(kind="compressed"), extra={f"model.layers.1.mlp.down_proj.{name}": extra}
     )
     with pytest.raises(ValueError, match=message):
-        _load(tmp_path)
+        load(tmp_path)
 
 
 def test_rotations_at_run_time_are_refused_and_those_of_weights_alone_are_not(tmp_path: Path) -> None:
@@ -205,11 +193,11 @@ def test_rotations_at_run_time_are_refused_and_those_of_weights_alone_are_not(tm
     truth = write_model(tiny_model("llama"), tmp_path, Cell(kind="compressed"))
     apply = [{"targets": ["Linear"], "location": "weight_input"}]
     _edit(tmp_path, transform_config={"config_groups": {"R1": {"type": "hadamard", "apply": apply}}})
-    assert _error(_load(tmp_path), truth) < EXACT
+    assert logit_error(load(tmp_path), truth) < EXACT
     apply.append({"targets": ["re:.*down_proj$"], "location": "input"})
     _edit(tmp_path, transform_config={"config_groups": {"R4": {"type": "hadamard", "apply": apply}}})
     with pytest.raises(ValueError, match=r"transform_config: transforms of input at run time are not read"):
-        _load(tmp_path)
+        load(tmp_path)
 
 
 def test_activations_that_stay_in_16_bits_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -220,7 +208,7 @@ def test_activations_that_stay_in_16_bits_are_told(tmp_path: Path, caplog: pytes
     group["input_activations"] = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with caplog.at_level(logging.WARNING):
-        assert _error(_load(tmp_path), truth) < EXACT
+        assert logit_error(load(tmp_path), truth) < EXACT
     assert "quantized activations" in caplog.text
 
 
@@ -272,7 +260,7 @@ def test_other_layouts_of_compressed_tensors_are_refused_with_a_remedy(
     write(state, base)
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
-        _load(tmp_path)
+        load(tmp_path)
 
 
 def test_methods_that_are_not_ours_go_to_transformers_own_loaders(tmp_path: Path) -> None:
@@ -283,9 +271,9 @@ def test_methods_that_are_not_ours_go_to_transformers_own_loaders(tmp_path: Path
         config["quantization_config"] = label
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ImportError):
-            _load(tmp_path)
+            load(tmp_path)
     for unknown in ("exl2", "modelopt", "intel/auto-round"):
         config["quantization_config"] = {"quant_method": unknown}
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=rf"quant_method='{unknown}' is not allowed; allowed: .*gptq"):
-            _load(tmp_path)
+            load(tmp_path)
