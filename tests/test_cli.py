@@ -21,8 +21,6 @@ from hf_paged import cli_generate
 from hf_paged.cli import app
 from hf_paged.cli_bench import bench
 from hf_paged.cli_eval import evaluate
-from hf_paged.eval.machine import Machine
-from hf_paged.eval.workload import least_seconds, make_workload
 from hf_paged.outputs import CompletionOutput, RequestOutput
 from hf_paged.sampling_params import SamplingParams
 
@@ -384,26 +382,6 @@ def test_bench_online_reports_percentiles_over_all_requests(model_path: Path) ->
     assert row["rate"] == 50
     assert 0 < row["first_p50"] <= row["first_p99"]
     assert 0 < row["between_p50"] <= row["between_p99"]
-
-
-def test_a_workload_is_the_same_every_time_so_that_figures_compare() -> None:
-    work = make_workload("ragged128")
-    assert work == make_workload("ragged128")
-    assert len(work.prompt_lens) == 128
-    assert min(work.prompt_lens) >= 128
-    assert max(work.prompt_lens) <= 1024
-    assert [len(prompt) for prompt in work.prompts(50)] == list(work.prompt_lens)
-
-
-def test_a_shared_prefix_is_common_to_all_prompts_and_counted_once_in_the_roof() -> None:
-    work = make_workload("shared-prefix")
-    prompts = work.prompts(1000)
-    assert {tuple(prompt[:2048]) for prompt in prompts} == {tuple(prompts[0][:2048])}
-    assert len({tuple(prompt) for prompt in prompts}) == 64
-    machine = Machine(name="", bytes_per_s=1e12, flops_per_s=1e12)
-    sizes = {"linear_parameters": 10**6, "head_parameters": 0, "weight_bytes": 0, "kv_bytes_per_token": 0.0}
-    least = least_seconds(machine, work.prompt_lens, [1] * 64, common_prefix=work.common_prefix, **sizes)
-    assert least == pytest.approx(2e6 * (2048 + 64 * 32) / 1e12)
 
 
 def test_prompt_files_may_begin_with_a_byte_order_mark_and_must_be_text(tmp_path: Path) -> None:
