@@ -74,6 +74,8 @@ class CheckpointConfig(QuantizationConfigMixin):
             method=self.quant_method.value,
             zero_offset=0 if layout in ("gptq_v2", "gptq_p") else 1,
             planar=layout == "gptq_p",
+            symmetric=_switch(fields, "sym"),
+            act_order=_switch(fields, "desc_act"),
         )
 
     def check(self) -> None:
@@ -172,6 +174,8 @@ class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsCo
                     bits=_integer(weights, "num_bits"),
                     group_size=_integer(weights, "group_size") or -1,
                     method=self.quant_method.value,
+                    symmetric=_switch(weights, "symmetric"),
+                    act_order=weights.get("actorder") == "group",  # "weight": groups lie in the natural order
                 )
         return Label(method=self.quant_method.value)
 
@@ -244,6 +248,11 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 def _mappings(fields: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     return [_mapping(f"{name}.{key}", value) for key, value in _mapping(name, fields.get(name)).items()]
+
+
+def _switch(fields: Mapping[str, Any], name: str) -> bool | None:
+    value = fields.get(name)
+    return value if isinstance(value, bool) else None
 
 
 def _integer(fields: Mapping[str, Any], *names: str) -> int | None:

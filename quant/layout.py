@@ -64,6 +64,8 @@ class Label:
     method: str = "gptq"  # gptq | awq | compressed-tensors
     zero_offset: int = 1  # 1: GPTQ v1 stores zero - 1; 0: gptq_v2 and gptq_p store the zero
     planar: bool = False  # GPTQ words are planar (gptq_p)
+    symmetric: bool | None = None
+    act_order: bool | None = None  # groups hold channels that `g_idx` alone tells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,7 @@ def identify(name: str, found: Mapping[str, TensorSpec], in_features: int, out_f
             problem = _mismatch(name, kind, bits, expected, found, ragged)
             if problem is None:
                 _check_bits(name, bits, label)
+                _check_promised(name, kind, found, label)
                 return Layout(
                     kind=kind,
                     in_features=in_features,
@@ -166,6 +169,17 @@ def _check_bits(name: str, bits: int, label: Label) -> None:
         )
 
 
+def _check_promised(name: str, kind: str, found: Mapping[str, TensorSpec], label: Label) -> None:
+    """Refuse a file that lost a tensor which others may lack: without it the weight is another."""
+    zeros, order = _PROMISED.get(kind, ("", ""))
+    for suffix, missed, meaning in (
+        (zeros, label.symmetric is False, "quantized with zero points"),
+        (order, label.act_order is True, "in act-order"),
+    ):
+        if suffix and missed and suffix not in found:
+            raise ValueError(f"tensor {name}.{suffix} is missing: quantization_config says the weight is {meaning}")
+
+
 def _group_size(kind: str, found: Mapping[str, TensorSpec], in_features: int, label: Label) -> int:
     promised = label.group_size if label.group_size is not None else 128
     promised = in_features if promised in (-1, 0) else promised
@@ -221,6 +235,12 @@ _OPTIONAL = {
     "gptq_p": ("qzeros", "g_idx"),
     "awq_gemm": ("qzeros",),
     "compressed": ("weight_zero_point", "weight_shape", "weight_g_idx"),
+}
+_PROMISED = {  # kind -> the tensors of asymmetric weights and of act-order
+    "gptq": ("qzeros", "g_idx"),
+    "gptq_p": ("qzeros", "g_idx"),
+    "awq_gemm": ("qzeros", ""),
+    "compressed": ("weight_zero_point", "weight_g_idx"),
 }
 
 
