@@ -127,7 +127,7 @@ def _print_perplexity(source: str, results: dict[str, list[PerplexityResult]]) -
             title=f"{model} on {source}: {rows[0].num_tokens:,} tokens scored, {windows}", title_justify="left"
         )
         for column in ("KV", "bytes/token", "protected", "perplexity", "change"):
-            table.add_column(column, justify="left" if column == "KV" else "right", no_wrap=True)
+            table.add_column(column, justify="left" if column == "KV" else "right", overflow="fold")
         for row in rows:
             change, stderr = _change(row, rows)
             table.add_row(
@@ -200,7 +200,7 @@ def divergence(
 def _print_divergence(title: str, results: list[Divergence]) -> None:
     table = Table(title=title, title_justify="left")
     for column in ("KV", "bytes/token", "top-1", "mean KL", "99% KL", "max KL", "|d logprob|", "perplexity"):
-        table.add_column(column, justify="left" if column == "KV" else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column == "KV" else "right", overflow="fold")
     for r in results:
         table.add_row(
             r.name,

@@ -75,7 +75,7 @@ def kv_error(
 def _print(title: str, errors: list[LayerError]) -> None:
     table = Table(title=title, title_justify="left")
     for column in ("layer", "bytes/token", "K", "V", "score", "output"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", overflow="fold")
     for error in errors:
         worst = [max(heads) for heads in (error.key, error.value, error.score, error.output)]
         table.add_row(

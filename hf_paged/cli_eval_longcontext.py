@@ -85,9 +85,9 @@ def _numbers(name: str, text: str, *, maximum: int) -> list[int]:
 
 def _print(title: str, result: RetrievalResult, lengths: list[int], depths: list[float]) -> None:
     table = Table(title=f"{title}: {result.retrieved:.1%} of the keys found", title_justify="left")
-    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("tokens", justify="right", overflow="fold")
     for depth in depths:
-        table.add_column(f"{depth:g}%", justify="right", no_wrap=True)
+        table.add_column(f"{depth:g}%", justify="right", overflow="fold")
     cells = {(cell.length, cell.depth): cell for cell in result.cells}
     for length in lengths:
         row = [cells[length, depth / 100] for depth in depths]

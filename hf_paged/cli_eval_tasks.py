@@ -66,7 +66,7 @@ def tasks(
         return
     table = Table(title=f"{model}: lm-eval {lm_eval.__version__}", title_justify="left")
     for column in ("task", "metric", "KV", "bytes/token", "value"):
-        table.add_column(column, justify="right" if column in ("bytes/token", "value") else "left", no_wrap=True)
+        table.add_column(column, justify="right" if column in ("bytes/token", "value") else "left", overflow="fold")
     for row in sorted(rows, key=lambda row: (row["task"], row["metric"])):
         stderr = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"
         cost = f"{row['bytes_per_token']:,.0f}"

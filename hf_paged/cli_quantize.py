@@ -141,7 +141,7 @@ def _print(report: QuantizeReport) -> None:
     settings = report.settings
     table = Table(title=f"{report.output}: {settings['method']}, {settings['bits']} bits", title_justify="left")
     for column in ("layer", "error", "worst linear", "its error", "seconds"):
-        table.add_column(column, justify="left" if column == "worst linear" else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column == "worst linear" else "right", overflow="fold")
     for layer in report.layers:
         if layer.linears:
             own = "-" if layer.error is None else f"{layer.error:.2e}"

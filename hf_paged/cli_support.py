@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 
 from hf_paged.config import EngineConfig
 
-OUT = Console(soft_wrap=True)
+# In a file or pipe rich would lay tables out for 80 columns.
+OUT = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 ERR = Console(stderr=True, soft_wrap=True)
 
 _LONGEST = 600  # characters of an error: Transformers lists every model it knows
@@ -37,7 +38,10 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder or h
 Device = Annotated[str | None, typer.Option(help="Where to run, e.g. cuda:1; default: the first GPU, else the CPU.")]
 WeightDType = Annotated[DType, typer.Option("--dtype", help="Of the weights; auto = as stored.")]
 KVCacheDType = Annotated[
-    str, typer.Option(help='auto (the model\'s dtype), fp8, int8, int4, or a pair: "k=int8,v=int4".')
+    str,
+    typer.Option(
+        help='auto (the model\'s dtype), fp8, int8, int4, a pair: "k=int8,v=int4", or auto-quality (measured).'
+    ),
 ]
 BlockSize = Annotated[int, typer.Option(help="Tokens per KV block: 16, 32, 64, 128 or 256.")]
 SkipLayers = Annotated[
