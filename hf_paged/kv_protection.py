@@ -32,7 +32,7 @@ _FINER = {"int4": ("int8", "auto"), "fp8": ("int8", "auto"), "int8": ("auto",), 
 _LEAST = 1.0  # bits that a change counts as at least: one that costs none is still not what was asked
 
 # What "auto" allows each side, in shares of the output as `LayerScales.error` weighs them; both sides together their
-# root sum of squares. See docs/smoothing.md for what that costs: int8 some 0.1% of perplexity, fp8 0.5%, int4 1 to 2%.
+# root sum of squares. See docs/quality.md for what that costs: int8 under 0.1% of perplexity, fp8 0.2 to 0.5%, int4 1%.
 ERROR_BUDGETS = {"int8": 0.02, "fp8": 0.045, "int4": 0.06, "auto": 0.0}
 
 _OUTLIER = 50.0  # K channels of so many medians, mostly from a bias of k_proj, leave the others of a token few codes
