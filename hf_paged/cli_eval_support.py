@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,10 +52,7 @@ PlotFile = Annotated[Path | None, typer.Option("--plot", help="Also draw the res
 
 def engine_options(block_size: int, kv_scales: str, kv_error_budget: str) -> dict[str, Any]:
     """The engine options that all caches of a command share, checked."""
-    budget: float | str = kv_error_budget
-    with suppress(ValueError):
-        budget = float(kv_error_budget)
-    return cli.engine_options({"block_size": block_size, "kv_scales": kv_scales, "kv_error_budget": budget})
+    return cli.engine_options({"block_size": block_size, "kv_scales": kv_scales, "kv_error_budget": kv_error_budget})
 
 
 def formats_of(values: Sequence[str] | None, default: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_paged import cli_support as cli
+from hf_paged.cli_eval_support import KVErrorBudget, KVScales
 from hf_paged.config import EngineConfig
 from hf_paged.sampling_params import SamplingParams
 
@@ -59,6 +60,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = SamplingParams.seed,
     kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,
     skip_layers: cli.SkipLayers = None,
+    kv_scales: KVScales = EngineConfig.kv_scales,
+    kv_error_budget: KVErrorBudget = "auto",
     block_size: cli.BlockSize = EngineConfig.block_size,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks; default: what fits.")] = EngineConfig.num_blocks,
     gpu_memory_utilization: Annotated[
@@ -102,6 +105,8 @@ def load(model: str, dtype: cli.DType, device: str | None, engine_options: dict[
     from hf_paged.llm import LLM  # --help and bad use do without
 
     cli.quiet_unless_terminal()
+    if sys.stderr.isatty() and engine_options["kv_cache_dtype"] != "auto" and engine_options["kv_scales"] == "auto":
+        cli.ERR.print("The KV cache is calibrated first; --kv-scales with a file of `hf-paged calibrate` saves this.")
     return LLM(cli.existing(model), dtype=dtype.value, device=cli.usable(device), **engine_options)
 
 

@@ -6,6 +6,7 @@ import functools
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -157,6 +158,9 @@ def engine_options(options: dict[str, Any]) -> dict[str, Any]:
     chosen = {field.name: options[field.name] for field in fields(EngineConfig) if options.get(field.name) is not None}
     if (layers := chosen.get("skip_layers")) is not None:
         chosen["skip_layers"] = _indices("--skip-layers", layers)
+    if isinstance(budget := chosen.get("kv_error_budget"), str):
+        with suppress(ValueError):  # "auto" and "off" are words, all else is judged by EngineConfig
+            chosen["kv_error_budget"] = float(budget)
     checked(EngineConfig, chosen)
     return chosen
 

@@ -70,6 +70,20 @@ def test_calibrate_refuses_and_leaves_no_file(
     assert not (tmp_path / "kv.safetensors").exists()
 
 
+@pytest.mark.parametrize("option", ["--kv-error-budget", "--kv-scales"])
+def test_generate_takes_a_calibration_and_a_budget_as_eval_does(model_path: Path, tmp_path: Path, option: str) -> None:
+    """Every call calibrated anew, though README advertises the file that saves it."""
+    paged = ("generate", model_path, "a", "--raw", "--max-tokens", "2", "--kv-cache-dtype", "int8")
+    if option == "--kv-error-budget":
+        refused(run(*paged, option, "often"), 2, "kv_error_budget='often' is not allowed")
+        assert run(*paged, option, "0.5").exit_code == 0
+    else:
+        file = tmp_path / "kv.safetensors"
+        refused(run(*paged, option, file), 1, "kv.safetensors")
+        assert run("calibrate", model_path, "-o", file).exit_code == 0
+        assert run(*paged, option, file).exit_code == 0
+
+
 @pytest.mark.parametrize("rate", ["0", "-1", "nan", "1e-300"])
 def test_a_rate_at_which_no_request_comes_is_refused(model_path: Path, rate: str) -> None:
     refused(run("bench", "online", model_path, "--rate", rate), 2, "allowed: requests per second")
