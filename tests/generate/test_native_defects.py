@@ -107,6 +107,7 @@ def test_n8_beams_search_beams(model: PreTrainedModel) -> None:
 
 def test_n9_a_dictionary_is_returned_with_scores(model: PreTrainedModel) -> None:
     dense, paged = (call(model, return_dict_in_generate=True, output_scores=True, **options) for options in ({}, PAGED))
+    # fp32 sums of at most 256 products of O(1) values in two orders: a few hundred ulp
     torch.testing.assert_close(torch.stack(paged.scores), torch.stack(dense.scores), atol=2e-4, rtol=1e-5)
 
 
@@ -258,6 +259,7 @@ def test_n23_softcap_is_applied() -> None:
     paged = torch.stack(call(model, **options, **PAGED).logits)
     without = torch.stack(call(tiny_model("gemma2", attn_logit_softcapping=None), **options).logits)
     assert (eager - without).abs().max() > 0.1  # the test can see it
+    # fp32 sums of at most 256 products of O(1) values in two orders: a few hundred ulp
     torch.testing.assert_close(paged, eager, atol=2e-4, rtol=1e-5)
 
 
