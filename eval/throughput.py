@@ -8,6 +8,7 @@ ends at the first token of each prompt, divided by the tokens that follow.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -77,6 +78,7 @@ def measure_throughput(
     baselines: Sequence[str] = (),
     sampled: bool = False,
     repeats: int = 5,
+    tell: Callable[[str], object] = lambda doing: None,
 ) -> Iterator[Result]:
     """Measure an engine of `make_llm` and each of `baselines`: "dense" (`generate`), "native" (`generate_batch`, two
     systems: with a bounded pool, and tuned) or "native-as-called" (with nothing set).
@@ -85,6 +87,7 @@ def measure_throughput(
 
     Args:
         sampled: measure our engine also at temperature 0.8 and top-p 0.95.
+        tell: told what runs now, before every run.
 
     Raises:
         ValueError: the workload has outputs of different lengths, which the native path cannot be asked for.
@@ -96,10 +99,12 @@ def measure_throughput(
     for name in baselines:
         systems += [_dense(llm, workload)] if name == "dense" else _natives(llm, workload, name)
     for system in systems:
+        tell(f"{workload.name}: {system.name} warms up")
         system.warm_up()
-    runs = [_checked(system, workload) for system in systems]
+    runs = [_checked(system, workload, repeats, tell) for system in systems]
     timings = timed_together(runs, llm.model.device, repeats=repeats, warmup=0)
     for system, timing in zip(systems, timings, strict=True):
+        tell(f"{workload.name}: {system.name}, to the first tokens")
         yield _result(system, timing, workload, machine, llm.model, repeats)
 
 
@@ -246,8 +251,11 @@ def _native(llm: LLM, workload: Workload, name: str, batching: ContinuousBatchin
     )
 
 
-def _checked(system: _System, workload: Workload) -> Callable[[], None]:
+def _checked(system: _System, workload: Workload, repeats: int, tell: Callable[[str], object]) -> Callable[[], None]:
+    numbers = itertools.count(1)
+
     def checked() -> None:
+        tell(f"{workload.name}: {system.name}, run {next(numbers)} of {repeats}")
         if (count := system.run()) != workload.generated_tokens:
             raise RuntimeError(f"{system.name} generated {count} tokens, not {workload.generated_tokens}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,29 +110,46 @@ def throughput(
     lengths = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
     works = [cli.checked(make_workload, {"name": name, **lengths}) for name in workload or ["ragged128"]]
     from hf_paged.eval.machine import measure_machine
-    from hf_paged.eval.throughput import make_llm, measure_throughput, weight_sizes
+    from hf_paged.eval.throughput import weight_sizes
 
     loaded = _load(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
     machine = measure_machine(loaded.device, loaded.dtype)
-    others = [choice.value for choice in baseline or ()]
     title = f"{model}, {', '.join(map(str, works))}"
     table = _table(title, "workload", "seconds", "range", "tokens/s", "of ceiling", "ms a step", "least")
     results = []
-    for kv_format in formats:
-        llm = make_llm(loaded, works, options | {"kv_cache_dtype": kv_format})
-        for work in works:
-            baselines = others if kv_format == formats[0] else []  # they know one cache
-            for result in measure_throughput(llm, work, machine, baselines=baselines, sampled=sampled, repeats=repeats):
-                table.add_row(*_throughput_row(result))
-                results.append(result)
-                cli.ERR.print(", ".join(_throughput_row(result)), highlight=False)
-        del llm  # its pages make room for the next
+    others = [choice.value for choice in baseline or ()]
+    for result in _throughputs(loaded, works, machine, formats, options, others, sampled=sampled, repeats=repeats):
+        table.add_row(*_throughput_row(result))
+        results.append(result)
+        cli.ERR.print(", ".join(_throughput_row(result)), highlight=False)
     facts = {"model": model, "dtype": str(loaded.dtype), "weight_bits": weight_bits}
     _report(table, machine, works, results, **facts, **weight_sizes(loaded))
     if plot is not None:  # last: a picture that fails costs no result
         from hf_paged.eval.plots import plot_throughput
 
         plot_throughput([result.as_dict() for result in results], plot)
+
+
+def _throughputs(
+    model: PreTrainedModel,
+    works: Sequence[Workload],
+    machine: Machine,
+    formats: Sequence[str],
+    options: dict[str, Any],
+    baselines: Sequence[str],
+    **measuring: Any,
+) -> Iterator[Any]:
+    """Results, one by one; a terminal shows what is being measured."""
+    from hf_paged.eval.throughput import make_llm, measure_throughput
+
+    with cli.ERR.status("") as status:
+        for kv_format in formats:
+            status.update(f"building the engine, KV cache {kv_format}")
+            llm = make_llm(model, works, options | {"kv_cache_dtype": kv_format})
+            others = baselines if kv_format == formats[0] else []  # they know one cache
+            for work in works:
+                yield from measure_throughput(llm, work, machine, baselines=others, tell=status.update, **measuring)
+            del llm  # its pages make room for the next
 
 
 def _throughput_row(result: Any) -> tuple[str, ...]:
@@ -275,7 +292,10 @@ def kernels(
     sweep: Annotated[bool, typer.Option("--sweep", help="Other launch configurations too.")] = False,
 ) -> None:
     """Attention and page-write kernels of this GPU beside its read bandwidth and torch's flash attention."""
-    cli.usable("cuda")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("bench kernels measures a CUDA GPU, and PyTorch finds none on this machine")
     from hf_paged.eval.kernels_bench import KernelBench, read_bandwidth  # Triton exists on Linux only
 
     chosen = {"shapes": shape, "head_dims": head_dim, "formats": kv_format, "case": batch and (batch, context)}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from model_zoo import VOCAB, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 from transformers import T5Config
@@ -177,6 +178,11 @@ def test_a_gpu_that_is_not_here_is_told_in_one_line_not_by_an_assertion_of_torch
             result = run(*command, "--device", device)
             assert result.exit_code == 1
             assert result.stderr.startswith(f"error: device='{device}' is no")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
+def test_kernels_without_a_gpu_are_refused_by_name_not_by_an_option_that_nobody_gave() -> None:
+    refused(run("bench", "kernels"), 1, "bench kernels measures a CUDA GPU")
 
 
 def test_a_damaged_weight_file_is_told_in_one_line(model_path: Path, tmp_path: Path) -> None:

@@ -38,3 +38,18 @@ def test_a_row_of_the_native_path_has_set_what_its_name_says(monkeypatch: pytest
     assert as_called is None
     assert (bounded.num_blocks, bounded.max_batch_tokens, bounded.allow_block_sharing) == (3 + 8, 8192, True)
     assert (tuned.num_blocks, tuned.max_batch_tokens, tuned.allow_block_sharing) == (3 + 8, 512, False)
+
+
+def test_a_long_measurement_says_what_it_is_at() -> None:
+    """Minutes without a word look like a process that hangs."""
+    work = make_workload("ragged3", prompt_tokens="8..24", new_tokens="4")
+    llm, machine = make_llm(tiny_model("llama"), [work], {}), Machine(name="any", bytes_per_s=1e9, flops_per_s=1e9)
+    told: list[str] = []
+    results = list(measure_throughput(llm, work, machine, repeats=2, tell=told.append))
+    assert len(results) == 1
+    assert told == [
+        "ragged3: hf_paged warms up",
+        "ragged3: hf_paged, run 1 of 2",
+        "ragged3: hf_paged, run 2 of 2",
+        "ragged3: hf_paged, to the first tokens",
+    ]
