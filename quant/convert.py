@@ -39,8 +39,7 @@ class Repack(ConversionOps):
         module = model.get_submodule(name)
         tensors = {pattern.removesuffix("$").rpartition(".")[2]: values for pattern, values in input_dict.items()}
         parameters = self._parameters(name, module, tensors)
-        copied = [value for values in tensors.values() for value in values if value.device.type != "cpu"]
-        self.files.was_copied(sum(value.nbytes for value in copied))
+        self.files.were_copied(value for values in tensors.values() for value in values)
         out: dict[str, Tensor] = {}
         for suffix, value in parameters.items():
             if value is None:

@@ -82,7 +82,9 @@ class CheckpointLoader(HfQuantizer):
 
     def _linear(self, layout: Layout | Fp8Layout, bias: bool, dtype: torch.dtype) -> PackedLinear | Fp8Linear:
         if isinstance(layout, Fp8Layout):
-            return Fp8Linear(layout, bias=bias, dtype=dtype)
+            fp8 = Fp8Linear(layout, bias=bias, dtype=dtype)
+            fp8.files = self.files
+            return fp8
         scales = torch_dtype(layout.tensors[layout.scales_name].dtype)
         linear = PackedLinear(layout, bias=bias, dtype=dtype, scales_dtype=scales)
         linear.cpu_cache = self.quantization_config.cpu_cache
@@ -109,6 +111,8 @@ class CheckpointLoader(HfQuantizer):
                 module.requires_grad_(False)
             if isinstance(module, PackedLinear) and _offloaded(module):
                 module.cpu_cache = False  # the plain copy of a layer that lies on disk would stay in memory
+            if isinstance(module, Fp8Linear):
+                module.files = None
             if isinstance(module, Fp8Linear) and not _offloaded(module):
                 try:
                     module.check(name)

@@ -1,7 +1,8 @@
 """Weight files in this process's memory: their pages are given back while they are read.
 
-Transformers maps all files of a checkpoint for the whole of its loading. Pages that were copied to a GPU are clean and
-can be read again, but count as this process's memory until it ends: 35 GB of a 70B model beside the 35 GB on the GPU.
+Transformers maps all files of a checkpoint for the whole of its loading. Pages that were copied (to a GPU, or into
+packed words) are clean and can be read again, but count as this process's memory until it ends: 35 GB of a 70B model
+beside the 35 GB on the GPU.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
+from torch import Tensor
+
 _MAPS = Path("/proc/self/maps")  # Linux; elsewhere nothing is given back
-_KEPT_BYTES = 256 << 20  # that may be read before their pages are given back
+_KEPT_BYTES = 64 << 20  # that may be read before their pages are given back
 
 
 class MappedFiles:
@@ -27,22 +31,39 @@ class MappedFiles:
         self._older = set(self._ranges())
         self._num_bytes = 0
 
-    def was_copied(self, num_bytes: int) -> None:
-        """So many bytes more were read and are needed no more. Only for copies: what views these pages would be read
-        from the files again, and what was written to them lost."""
-        self._num_bytes += num_bytes
+    def were_copied(self, tensors: Iterable[Tensor]) -> None:
+        """What `tensors` hold was copied and is not needed in the files any more. Only while they are mapped, and only
+        where nobody wrote to them: what views these pages is read from the files again.
+
+        A tensor that came to the CPU lies in the files: its pages go at once. Of those on other devices all pages of
+        the files go from time to time, since readers are ahead.
+        """
+        for tensor in tensors:
+            if tensor.device.type == "cpu":
+                begin = tensor.data_ptr()
+                self._give_back(begin, begin + tensor.nbytes)
+            else:
+                self._num_bytes += tensor.nbytes
         if self._num_bytes >= _KEPT_BYTES:
             self._num_bytes = 0
             self.release()
 
     def release(self) -> None:
-        ranges = [addresses for addresses in self._ranges() if addresses not in self._older]
-        if not ranges:
-            return
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        for begin, end in ranges:
-            madvise(begin, end - begin, mmap.MADV_DONTNEED)
+        for begin, end in self._mapped:
+            self._give_back(begin, end)
+
+    def _give_back(self, begin: int, end: int) -> None:
+        """The whole pages between two addresses, where they are of the files."""
+        for first, last in self._mapped:
+            low = -(-max(begin, first) // mmap.PAGESIZE) * mmap.PAGESIZE
+            high = min(end, last) // mmap.PAGESIZE * mmap.PAGESIZE
+            if low < high:
+                _libc().madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), mmap.MADV_DONTNEED)
+
+    @cached_property
+    def _mapped(self) -> list[tuple[int, int]]:
+        """All files are mapped before the first tensor is read, until after the last."""
+        return [addresses for addresses in self._ranges() if addresses not in self._older]
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """First and last address of what is mapped of the files now."""
@@ -53,3 +74,7 @@ class MappedFiles:
             if len(fields) == 6 and fields[5] in self._files:
                 begin, end = (int(address, 16) for address in fields[0].split("-"))
                 yield begin, end
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
