@@ -82,6 +82,76 @@ def _reciprocal(power):
 
 
 @triton.jit
+def _write_query(
+    token, head, d, q_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, factor_ptr, stride_t, stride_h, angle_stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, CAST_FIRST: tl.constexpr,
+    TRANSFORM: tl.constexpr, ROTATION: tl.constexpr,
+):  # fmt: skip
+    """A tile of query heads, as they meet stored keys."""
+    keep = head < HEADS
+    mask = keep[:, None] & (d < HEAD_DIM)[None, :]
+    if TRANSFORM:  # read before the rows are: one latency, not two
+        per_head = (head // (HEADS // KV_HEADS) * HEAD_DIM)[:, None] + d[None, :]
+        factor = tl.load(factor_ptr + per_head, mask=mask, other=0.0)
+    at = token * stride_t + head.to(tl.int64) * stride_h
+    q = _rotated_rows(
+        q_ptr, at, keep, d, weight_ptr, cos_ptr, sin_ptr, angle_stride, eps,
+        HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST,
+    )  # fmt: skip
+    if TRANSFORM:
+        q = hadamard_tile(q.to(tl.float32) * factor, ROTATION).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + ((token * HEADS + head) * HEAD_DIM)[:, None] + d[None, :], q, mask=mask)
+
+
+@triton.jit
+def _write_key(
+    token, head, live, block, row_in_block, d, k_ptr, weight_ptr, cos_ptr, sin_ptr, pages_ptr, scale_ptr,
+    offset_ptr, factor_ptr, stride_t, stride_h, angle_stride, page_stride, scale_stride, eps,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr, CAST_FIRST: tl.constexpr, CODE_MAX: tl.constexpr,
+    TRANSFORM: tl.constexpr, ROTATION: tl.constexpr,
+):  # fmt: skip
+    """A tile of key heads, to the page rows of their token."""
+    keep = head < HEADS
+    if TRANSFORM:
+        per_head = (head * HEAD_DIM)[:, None] + d[None, :]
+        inside = keep[:, None] & (d < HEAD_DIM)[None, :]
+        offset = tl.load(offset_ptr + per_head, mask=inside, other=0.0)
+        factor = tl.load(factor_ptr + per_head, mask=inside, other=1.0)
+    at = token * stride_t + head.to(tl.int64) * stride_h
+    k = _rotated_rows(
+        k_ptr, at, keep, d, weight_ptr, cos_ptr, sin_ptr, angle_stride, eps,
+        HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST,
+    )  # fmt: skip
+    if TRANSFORM:
+        k = hadamard_tile((k.to(tl.float32) - offset) * _reciprocal(factor), ROTATION)
+    mask = live[:, None] & (d < HEAD_DIM)[None, :]
+    store_tile(
+        k, mask, live, pages_ptr, scale_ptr, block, row_in_block, page_stride, scale_stride, d, HEAD_DIM, CODE_MAX
+    )
+
+
+@triton.jit
+def _write_value(
+    token, head, live, block, row_in_block, c, v_ptr, pages_ptr, scale_ptr, offset_ptr,
+    stride_t, stride_h, page_stride, scale_stride,
+    HEADS: tl.constexpr, V_DIM: tl.constexpr, CODE_MAX: tl.constexpr, V_OFFSET: tl.constexpr, ROTATION: tl.constexpr,
+):  # fmt: skip
+    """A tile of value heads, to the page rows of their token."""
+    inside = (head < HEADS)[:, None] & (c < V_DIM)[None, :]
+    at = token * stride_t + head.to(tl.int64) * stride_h
+    v = tl.load(v_ptr + at[:, None] + c[None, :], mask=inside, other=0.0)
+    if V_OFFSET:
+        offset = tl.load(offset_ptr + (head * V_DIM)[:, None] + c[None, :], mask=inside, other=0.0)
+        v = v.to(tl.float32) - offset
+    if ROTATION > 1:
+        v = hadamard_tile(v.to(tl.float32), ROTATION)
+    mask = live[:, None] & (c < V_DIM)[None, :]
+    store_tile(v, mask, live, pages_ptr, scale_ptr, block, row_in_block, page_stride, scale_stride, c, V_DIM, CODE_MAX)
+
+
+@triton.jit
 def _rope_write(
     q_ptr,  # [T, Q_HEADS, HEAD_DIM], contiguous channels
     k_ptr,  # [T, KV_HEADS, HEAD_DIM], contiguous channels
@@ -99,106 +169,49 @@ def _rope_write(
     k_offset_ptr,  # [KV_HEADS, HEAD_DIM] fp32
     k_factor_ptr,  # [KV_HEADS, HEAD_DIM] fp32
     v_offset_ptr,  # [KV_HEADS, V_DIM] fp32
-    q_stride_t,
-    q_stride_h,
-    k_stride_t,
-    k_stride_h,
-    v_stride_t,
-    v_stride_h,
-    angle_stride_t,
-    angle_stride,  # between the angles of neighbouring pairs
-    k_stride,
-    k_scale_stride,
-    v_stride,
-    v_scale_stride,
-    q_eps,
-    k_eps,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    Q_ROWS: tl.constexpr,
-    KV_ROWS: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CAST_FIRST: tl.constexpr,
-    K_CODE_MAX: tl.constexpr,
-    V_CODE_MAX: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TRANSFORM: tl.constexpr,
-    V_OFFSET: tl.constexpr,
-    K_ROTATION: tl.constexpr,  # channels rotated together, 1: no rotation
-    V_ROTATION: tl.constexpr,
+    q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    angle_stride_t, angle_stride,  # the latter between the angles of neighbouring pairs
+    k_stride, k_scale_stride, v_stride, v_scale_stride, q_eps, k_eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, Q_ROWS: tl.constexpr, KV_ROWS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr, CAST_FIRST: tl.constexpr,
+    K_CODE_MAX: tl.constexpr, V_CODE_MAX: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TRANSFORM: tl.constexpr, V_OFFSET: tl.constexpr,
+    K_ROTATION: tl.constexpr, V_ROTATION: tl.constexpr,  # channels rotated together, 1: no rotation
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     begin(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_TILES: tl.constexpr = (Q_HEADS + Q_ROWS - 1) // Q_ROWS
     KV_TILES: tl.constexpr = (KV_HEADS + KV_ROWS - 1) // KV_ROWS
     d = tl.arange(0, BLOCK_D)
     cos_ptr += token * angle_stride_t
     sin_ptr += token * angle_stride_t
     if tile < Q_TILES:
-        q_head = tile * Q_ROWS + tl.arange(0, Q_ROWS)
-        q_keep = q_head < Q_HEADS
-        q_at = token * q_stride_t + q_head.to(tl.int64) * q_stride_h
-        q_mask = q_keep[:, None] & (d < HEAD_DIM)[None, :]
-        if TRANSFORM:  # read before the rows are: one latency, not two
-            per_head = (q_head // (Q_HEADS // KV_HEADS) * HEAD_DIM)[:, None] + d[None, :]
-            q_factor = tl.load(k_factor_ptr + per_head, mask=q_mask, other=0.0)
-        q = _rotated_rows(
-            q_ptr, q_at, q_keep, d, q_weight_ptr, cos_ptr, sin_ptr, angle_stride, q_eps,
-            HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST,
+        _write_query(
+            token, tile * Q_ROWS + tl.arange(0, Q_ROWS), d, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, out_ptr,
+            k_factor_ptr, q_stride_t, q_stride_h, angle_stride, q_eps, Q_HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM,
+            INTERLEAVED, NORM, OFFSET, CAST_FIRST, TRANSFORM, K_ROTATION,
         )  # fmt: skip
-        if TRANSFORM:
-            q = hadamard_tile(q.to(tl.float32) * q_factor, K_ROTATION).to(out_ptr.dtype.element_ty)
-        out = out_ptr + ((token * Q_HEADS + q_head) * HEAD_DIM)[:, None] + d[None, :]
-        tl.store(out, q, mask=q_mask)
     else:
         head = (tile - Q_TILES) % KV_TILES * KV_ROWS + tl.arange(0, KV_ROWS)
-        keep = head < KV_HEADS
         # not tested before the rows are loaded: the two latencies would add up
         slot = tl.load(slot_ptr + token) + tl.zeros_like(head)
-        live = keep & (slot >= 0)
-        block = slot // BLOCK_SIZE
-        row_in_block = head * BLOCK_SIZE + slot % BLOCK_SIZE
+        live = (head < KV_HEADS) & (slot >= 0)
+        block, row_in_block = slot // BLOCK_SIZE, head * BLOCK_SIZE + slot % BLOCK_SIZE
         if tile < Q_TILES + KV_TILES:
-            k_at = token * k_stride_t + head.to(tl.int64) * k_stride_h
-            if TRANSFORM:
-                per_head = (head * HEAD_DIM)[:, None] + d[None, :]
-                inside = keep[:, None] & (d < HEAD_DIM)[None, :]
-                k_offset = tl.load(k_offset_ptr + per_head, mask=inside, other=0.0)
-                k_factor = tl.load(k_factor_ptr + per_head, mask=inside, other=1.0)
-            k = _rotated_rows(
-                k_ptr, k_at, keep, d, k_weight_ptr, cos_ptr, sin_ptr, angle_stride, k_eps,
-                HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST,
-            )  # fmt: skip
-            k_mask = live[:, None] & (d < HEAD_DIM)[None, :]
-            if TRANSFORM:
-                k = hadamard_tile((k.to(tl.float32) - k_offset) * _reciprocal(k_factor), K_ROTATION)
-            store_tile(
-                k, k_mask, live, k_pages_ptr, k_scale_ptr, block, row_in_block, k_stride, k_scale_stride,
-                d, HEAD_DIM, K_CODE_MAX,
+            _write_key(
+                token, head, live, block, row_in_block, d, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_pages_ptr,
+                k_scale_ptr, k_offset_ptr, k_factor_ptr, k_stride_t, k_stride_h, angle_stride, k_stride, k_scale_stride,
+                k_eps, KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST, K_CODE_MAX,
+                TRANSFORM, K_ROTATION,
             )  # fmt: skip
         else:
-            c = tl.arange(0, BLOCK_V)
-            v_inside = keep[:, None] & (c < V_DIM)[None, :]
-            v_at = token * v_stride_t + head.to(tl.int64) * v_stride_h
-            v = tl.load(v_ptr + v_at[:, None] + c[None, :], mask=v_inside, other=0.0)
-            if V_OFFSET:
-                w = tl.load(v_offset_ptr + (head * V_DIM)[:, None] + c[None, :], mask=v_inside, other=0.0)
-                v = v.to(tl.float32) - w
-            if V_ROTATION > 1:
-                v = hadamard_tile(v.to(tl.float32), V_ROTATION)
-            v_mask = live[:, None] & (c < V_DIM)[None, :]
-            store_tile(
-                v, v_mask, live, v_pages_ptr, v_scale_ptr, block, row_in_block, v_stride, v_scale_stride,
-                c, V_DIM, V_CODE_MAX,
+            _write_value(
+                token, head, live, block, row_in_block, tl.arange(0, BLOCK_V), v_ptr, v_pages_ptr, v_scale_ptr,
+                v_offset_ptr, v_stride_t, v_stride_h, v_stride, v_scale_stride, KV_HEADS, V_DIM, V_CODE_MAX,
+                V_OFFSET, V_ROTATION,
             )  # fmt: skip
 
 
@@ -218,56 +231,25 @@ def rope_write(
 ) -> Tensor:
     """`reference_fused.rope_write` on a GPU."""
     tokens, q_heads, head_dim = query.shape
-    kv_heads, v_dim = value.shape[1:]
     out = torch.empty((tokens, q_heads, head_dim), dtype=query.dtype, device=query.device)
     if tokens == 0:
         return out
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1, (query.stride(), key.stride(), value.stride())
     assert rope.rotary_dim == 0 or cos.stride() == sin.stride(), (cos.stride(), sin.stride())
     (k_data, k_scale, k_max), (v_data, v_scale, v_max) = page_parts(layer.k), page_parts(layer.v)
-    transform = layer.transform
-    k_offset, k_factor, v_offset = _parameters(transform, query)
-    block_d, block_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_dim)
-    tile = _TILE[tokens > _FEW_TOKENS]
-    q_rows = min(triton.next_power_of_2(q_heads), max(tile // block_d, 1))
-    kv_rows = min(triton.next_power_of_2(kv_heads), max(tile // block_d, 1))
-    grid = (tokens, triton.cdiv(q_heads, q_rows) + 2 * triton.cdiv(kv_heads, kv_rows))
-    _rope_write[grid](
-        query,
-        key,
-        value,
-        cos,
-        sin,
-        query if q_norm is None else q_norm.weight,
-        key if k_norm is None else k_norm.weight,
-        out,
-        k_data,
-        k_scale,
-        v_data,
-        v_scale,
-        slot_mapping,
-        k_offset,
-        k_factor,
-        v_offset,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
+    shape = _shape(query, value, layer.transform)
+    tiles = triton.cdiv(q_heads, shape["Q_ROWS"]) + 2 * triton.cdiv(shape["KV_HEADS"], shape["KV_ROWS"])
+    weights = (query if q_norm is None else q_norm.weight, key if k_norm is None else k_norm.weight)
+    strides = (stride for x in (query, key, value) for stride in x.stride()[:2])
+    _rope_write[(tokens, tiles)](
+        query, key, value, cos, sin, *weights, out, k_data, k_scale, v_data, v_scale, slot_mapping,
+        *_parameters(layer.transform, query),
+        *strides,
         cos.stride(0),
         cos.stride(1) * rope.angle_step,
-        k_data.stride(0),
-        k_scale.stride(0),
-        v_data.stride(0),
-        v_scale.stride(0),
-        0.0 if q_norm is None else q_norm.eps,
-        0.0 if k_norm is None else k_norm.eps,
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        V_DIM=v_dim,
-        BLOCK_D=block_d,
-        BLOCK_V=block_v,
-        Q_ROWS=q_rows,
-        KV_ROWS=kv_rows,
+        *(x.stride(0) for x in (k_data, k_scale, v_data, v_scale)),
+        *(0.0 if norm is None else norm.eps for norm in (q_norm, k_norm)),
+        **shape,
         ROTARY_DIM=rope.rotary_dim,
         INTERLEAVED=rope.interleaved,
         NORM=q_norm is not None,
@@ -276,14 +258,32 @@ def rope_write(
         K_CODE_MAX=k_max,
         V_CODE_MAX=v_max,
         BLOCK_SIZE=layer.block_size,
-        TRANSFORM=transform is not None,
-        V_OFFSET=transform is not None and transform.v_offset is not None,
-        K_ROTATION=rotation_block(head_dim) if transform is not None and transform.rotates_k else 1,
-        V_ROTATION=rotation_block(v_dim) if transform is not None and transform.rotates_v else 1,
         num_warps=4,
         **overlap(out),
-    )
+    )  # fmt: skip
     return out
+
+
+def _shape(query: Tensor, value: Tensor, transform: KVTransform | None) -> dict[str, int | bool]:
+    """Heads, channels, tiles and what a transform does, as the kernel takes them."""
+    tokens, q_heads, head_dim = query.shape
+    kv_heads, v_dim = value.shape[1:]
+    block_d = triton.next_power_of_2(head_dim)
+    rows = max(_TILE[tokens > _FEW_TOKENS] // block_d, 1)
+    return {
+        "Q_HEADS": q_heads,
+        "KV_HEADS": kv_heads,
+        "HEAD_DIM": head_dim,
+        "V_DIM": v_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_V": triton.next_power_of_2(v_dim),
+        "Q_ROWS": min(triton.next_power_of_2(q_heads), rows),
+        "KV_ROWS": min(triton.next_power_of_2(kv_heads), rows),
+        "TRANSFORM": transform is not None,
+        "V_OFFSET": transform is not None and transform.v_offset is not None,
+        "K_ROTATION": rotation_block(head_dim) if transform is not None and transform.rotates_k else 1,
+        "V_ROTATION": rotation_block(v_dim) if transform is not None and transform.rotates_v else 1,
+    }
 
 
 def _parameters(transform: KVTransform | None, unread: Tensor) -> tuple[Tensor, Tensor, Tensor]:
