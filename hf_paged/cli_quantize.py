@@ -139,14 +139,15 @@ def _evaluate(model: str, output: Path, ids: list[int], device: str | None) -> d
 
 def _print(report: QuantizeReport) -> None:
     settings = report.settings
+    measured = report.calibration is not None  # a layer's own error needs activations
     table = Table(title=f"{report.output}: {settings['method']}, {settings['bits']} bits", title_justify="left")
-    for column in ("layer", "error", "worst linear", "its error", "seconds"):
+    for column in ("layer", *(["error"] if measured else []), "worst linear", "its error", "seconds"):
         table.add_column(column, justify="left" if column == "worst linear" else "right", overflow="fold")
     for layer in report.layers:
         if layer.linears:
-            own = "-" if layer.error is None else f"{layer.error:.2e}"
+            own = [f"{layer.error:.2e}"] if measured else []
             worst = layer.worst
-            table.add_row(str(layer.index), own, worst.name, f"{worst.error:.2e}", f"{layer.seconds:.1f}")
+            table.add_row(str(layer.index), *own, worst.name, f"{worst.error:.2e}", f"{layer.seconds:.1f}")
     cli.OUT.print(table, highlight=False)
     for name, reason in report.plain.items():
         cli.ERR.print(f"left plain: {name}: {reason}", markup=False, highlight=False)

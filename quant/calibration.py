@@ -171,7 +171,10 @@ def _dataset(name: str) -> Iterator[Any]:
     try:
         return iter(load_dataset(repository, config or None, split="train", streaming=True))
     except (OSError, ValueError) as error:
-        raise ValueError(f"calibration={name!r} is neither a file nor a data set that can be read: {error}") from error
+        raise ValueError(
+            f"calibration={name!r} is neither a file nor a data set that can be read: {error}; a text or JSONL file "
+            "needs no network"
+        ) from error
 
 
 def _tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Iterator[int]:

@@ -6,6 +6,7 @@ weight is read. What only a forward can tell, who reads what, is found by watchi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -186,7 +187,8 @@ def _check_group_size(name: str, k: int, config: QuantizeConfig) -> None:
     if whole and config.group_size != -1 and k % config.group_size:
         raise ValueError(
             f"group_size={config.group_size} does not divide the {k} input channels of {name}, which {config.method} "
-            f"needs: choose another group_size, leave such linears plain with --skip, or use method gptq"
+            f"needs: group_size={math.gcd(k, config.group_size)} does, --skip leaves such linears plain, method gptq "
+            "takes any size"
         )
 
 

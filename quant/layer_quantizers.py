@@ -108,6 +108,7 @@ class CalibratedQuantizer:
         static = bool(config.act_order) and config.static_groups
         assert config.asymmetry is not None
         for name, weight in weights.items():
+            self.run.tell(name)
             with _naming(name):
                 if matrix is None:
                     quantized, errors = gptq(
@@ -131,6 +132,7 @@ class CalibratedQuantizer:
                 self._notes |= dict.fromkeys(groups, folding)
                 continue
             names = [name for group in groups for name in group.names]
+            self.run.tell(f"scales of {names[0]}")
             with _naming(names[0]):
                 statistics = _merged([hessians.pop(group) for group in groups])
                 scales = awq_scales([self._weight(n) for n in names], statistics, self._coarse, share=folding.share)

@@ -36,6 +36,7 @@ class LayerRun:
     inputs: LayerInputs
     reference: Reference | None
     stored: torch.dtype  # of the model's files: what a changed plain weight will be rounded to
+    tell: Callable[[str], None]  # what is at work now
     scales: dict[LinearGroup, Tensor] = field(default_factory=dict)  # what a group's input was divided by
 
     @torch.no_grad()
@@ -45,6 +46,7 @@ class LayerRun:
         `referenced`: with the reference's inputs beside, where there is one.
         """
         reference = self.reference if referenced else None
+        self.tell(f"inputs of {groups[0].names[0]}")
         found: dict[LinearGroup, Hessian] = {}
         expected: dict[LinearGroup, Tensor] = {}
         for group in groups:

@@ -92,8 +92,8 @@ def quantize(
         }
         run = _Run(source, layers, names, plan, config, PartialOutput(output, settings, resume=resume), target)
         with torch.no_grad():
-            with run.partial.discarded_on(ValueError):
-                reports = run.quantize_layers(windows, progress=progress)
+            with run.partial.discarded_on(ValueError), QuantizeProgress(len(names), shown=progress) as run.progress:
+                reports = run.quantize_layers(windows)
             return run.finish(reports, windows, str(model) if own is None else "a model in memory", begin)
 
 
@@ -118,28 +118,29 @@ class _Run:
         self.inputs: LayerInputs | None = None  # of the layer at hand, in the model as quantized so far
         self.reference: LayerInputs | None = None  # the same in the full-precision model
         self.resumed = 0
+        self.progress = QuantizeProgress(len(names), shown=False)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def quantize_layers(self, calibration: Calibration | None, *, progress: bool) -> list[LayerReport]:
+    def quantize_layers(self, calibration: Calibration | None) -> list[LayerReport]:
         """Every layer in turn; those that an earlier run finished are only run."""
         finished = [self.partial.finished(index) for index in range(len(self.names))]
         if calibration is not None and None in finished:
+            self.progress.doing("embeddings")
             self.inputs = decoder.embed(self.source, self.layers, calibration.input_ids, self.device, self.dtype)
             if self.config.asymmetry:
                 self.reference = self.inputs.copy()
         reports: list[LayerReport] = []
-        with QuantizeProgress(len(self.names), shown=progress) as bar:
-            for index, name in enumerate(self.names):
-                report = finished[index]
-                if report is None:
-                    report = self._quantize_layer(index, name)
-                else:
-                    self.resumed += 1
-                    if None in finished[index:]:
-                        self._rerun_layer(index, name)
-                reports.append(report)
-                bar.advance(report)
+        for index, name in enumerate(self.names):
+            report = finished[index]
+            if report is None:
+                report = self._quantize_layer(index, name)
+            else:
+                self.resumed += 1
+                if None in finished[index:]:
+                    self._rerun_layer(index, name)
+            reports.append(report)
+            self.progress.advance(report)
         return reports
 
     def _quantize_layer(self, index: int, name: str) -> LayerReport:
@@ -177,16 +178,23 @@ class _Run:
         if self.reference is not None:
             reference = Reference(layer=copy.deepcopy(layer), inputs=self.reference)
         before = [out.cpu() for _, out in inputs.run(index, layer, limit=_COMPARED)]
-        result = self._calibrated(
-            LayerRun(index=index, layer=layer, inputs=inputs, reference=reference, stored=self.stored), name, relative
+        run = LayerRun(
+            index=index,
+            layer=layer,
+            inputs=inputs,
+            reference=reference,
+            stored=self.stored,
+            tell=self.progress.doing,
         )
+        result = self._calibrated(run, relative)
         error = _layer_error(index, layer, inputs, before)
+        self.progress.doing("outputs of the layer")
         if reference is not None:
             reference.inputs.advance(index, reference.layer)
         inputs.advance(index, layer)
         return result, error
 
-    def _calibrated(self, run: LayerRun, name: str, relative: Sequence[str]) -> LayerResult:
+    def _calibrated(self, run: LayerRun, relative: Sequence[str]) -> LayerResult:
         window = run.inputs.hidden[:1].to(self.device)
 
         def once() -> Tensor:

@@ -51,6 +51,25 @@ def test_a_run_prints_each_layers_error_and_what_became_of_the_bytes(
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_a_log_is_told_what_is_at_work_when_a_layer_takes_long(
+    model_path: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AWQ takes minutes per layer on a CPU: a silent log looks like a hang."""
+    monkeypatch.setattr("hf_paged.quant.quantize_progress._SILENCE", 0.0)
+    result = run(model_path, "-o", tmp_path / "out", "--method", "awq", "--calibration", text, *SMALL)
+    assert result.exit_code == 0, result.stderr
+    told = [line.removeprefix("layer 2/2: ") for line in result.stderr.splitlines() if line.startswith("layer 2/2: ")]
+    linears = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert [one for one in told if one in linears] == linears
+    assert "inputs of mlp.down_proj" in told and "scales of self_attn.q_proj" in told
+
+
+def test_a_method_that_looks_at_no_activations_prints_no_empty_column(model_path: Path, tmp_path: Path) -> None:
+    result = run(model_path, "-o", tmp_path / "out", "--method", "fp8")
+    assert result.exit_code == 0, result.stderr
+    assert "its error" in result.stdout and not re.search(r"layer\s+┃\s+error", result.stdout)
+
+
 def test_evaluate_measures_both_models_as_they_load_and_the_report_keeps_it(
     model_path: Path, text: Path, tmp_path: Path
 ) -> None:
