@@ -262,7 +262,7 @@ def _prefill(
     if V_SCALED:
         acc *= v_unit
     if SINKS:
-        at = (q_begin + query) * (tl.num_programs(0) * GROUP) * (SINKS - 1) + head
+        at = (q_begin + query).to(tl.int64) * (tl.num_programs(0) * GROUP) * (SINKS - 1) + head
         sink = tl.load(sinks_ptr + at, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
         new_top = tl.maximum(top, sink)
         acc *= tl.exp2(top - new_top)[:, None]
