@@ -118,9 +118,6 @@ class QuantizeConfig:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def skips(self, name: str) -> bool:
-        return any(re.search(pattern, name) for pattern in self.skip)
-
     def _check_method(self) -> None:
         if self.method in ("fp8", "int8"):
             if self.bits not in (None, 8):

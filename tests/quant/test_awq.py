@@ -135,6 +135,20 @@ def test_a_search_in_parts_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(whole.codes, parts.codes) and torch.equal(whole.scales, parts.scales)
 
 
+@pytest.mark.gpu
+def test_a_gpu_leaves_the_error_that_the_cpu_leaves() -> None:
+    x, w, _ = layer()
+    errors = {}
+    for device in ("cpu", "cuda"):
+        hessian = Hessian(128, device=device)
+        hessian.add(x.to(device))
+        scales = awq_scales([w.to(device)], hessian, FOUR)
+        found = awq_round(w.to(device) * scales, hessian.matrix / scales / scales[:, None], FOUR)
+        assert found.codes.device.type == scales.device.type == device
+        errors[device] = output_error(x, (dequantize(found, torch.float32) / scales).cpu() - w)
+    assert abs(errors["cuda"] / errors["cpu"] - 1) < 0.02, errors  # near ties are rounded apart
+
+
 def test_weights_that_no_input_reaches_and_zero_weights_stay_finite() -> None:
     w = torch.zeros(8, 128)
     w[2] = torch.linspace(-1, 1, 128)
