@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_paged.config import EngineConfig
 from hf_paged.engine import Engine, PromptLogprobs
+from hf_paged.eval.row_tiles import RowTiles
 from hf_paged.eval.texts import Window
 from hf_paged.logprobs import CHUNK_ELEMENTS
 from hf_paged.model_runner import StepLogits, prompt_logits
@@ -75,7 +76,8 @@ class ScoringEngine(Engine):
             for name, sequence in zip(names, sequences, strict=True):
                 self.add_request(name, sequence, _PROMPT_ONLY)
             while self.has_work:
-                outputs = self.step()
+                with RowTiles():
+                    outputs = self.step()
                 while self._logits:
                     yield self._logits.pop(0)
                 for output in outputs:
