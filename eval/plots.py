@@ -39,7 +39,8 @@ def plot_perplexity(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
         panel.set_title(Path(model).name, fontsize=10)
         panel.set_xlabel("KV bytes per token")
     panels[0].set_ylabel("change of perplexity, %")
-    handles = dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+    named = (zip(*reversed(panel.get_legend_handles_labels()), strict=True) for panel in panels)
+    handles = dict(pair for pairs in named for pair in pairs)  # no panel need have all
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
     figure.savefig(file, dpi=_DPI)
 
