@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_paged.attention import AttentionCall
@@ -36,6 +37,8 @@ _FACTOR_BITS = 8  # factors stay within 2^8 either way: fp16 queries must hold w
 _LOST = 1e3  # a relative error that means: nothing is left
 _TINY = 1e-20  # of a channel that is always zero
 FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": UINT4}
+
+T = TypeVar("T")
 
 
 @torch.no_grad()
@@ -59,8 +62,10 @@ def calibrate(
     if token_ids is None:
         token_ids = calibration_tokens(model)
         source = f"{len(token_ids)} tokens of {OWN_TOKENS}"
-    watch = _Watch(k_formats, v_formats)
-    model(token_ids, _places(model, len(token_ids)), watch, torch.tensor([len(token_ids) - 1], device=model.device))
+    last = torch.tensor([len(token_ids) - 1], device=model.device)
+    with progress(model.specs, "calibration: layers") as bar:
+        watch = _Watch(k_formats, v_formats, bar)
+        model(token_ids, _places(model, len(token_ids)), watch, last)
     layers = {i: watch.layers[i] for i in sorted(watch.layers)}
     return KVScales(layers=layers, source=source, probed=model.probed.float().cpu())
 
@@ -104,7 +109,7 @@ def _own_tokens(model: PackedModel, count: int) -> Tensor:
         tokens.fill_(start)
     written = [tokens.to(model.device)]
     keywords: dict[str, Any] = {}
-    for _ in range(-(-count // _PASSAGES) - 1):
+    for _ in progress(range(-(-count // _PASSAGES) - 1), "calibration: own text"):
         output = model.view(input_ids=written[-1], use_cache=True, **keywords)
         keywords = {CACHE_KEYWORD: output[CACHE_KEYWORD]}
         # one number from the CPU for each token, so that a model writes the same wherever it runs, up to its roundings
@@ -117,12 +122,14 @@ def _own_tokens(model: PackedModel, count: int) -> Tensor:
 class _Watch:
     """An attention context without pages: plain causal attention over the call's tokens, and a look at each layer."""
 
-    def __init__(self, k_formats: Collection[str], v_formats: Collection[str]) -> None:
+    def __init__(self, k_formats: Collection[str], v_formats: Collection[str], bar: tqdm[Any]) -> None:
         self.layers: dict[int, LayerScales] = {}
         self._k_formats, self._v_formats = k_formats, v_formats
+        self._bar = bar
 
     def attend(self, call: AttentionCall) -> Tensor:
         self.layers[call.layer_idx] = _Layer(call).scales(self._k_formats, self._v_formats)
+        self._bar.update()
         positions = torch.arange(call.query.shape[2], device=call.query.device)
         out = _attention(call, call.query[0].float(), call.key[0].float(), call.value[0].float(), positions)
         return out.transpose(0, 1).unsqueeze(0).to(call.value.dtype)
@@ -215,6 +222,11 @@ class _Layer:
         out = _attention(self._call, self._query, key, value, self._positions)
         error = float((out - self._out).norm() / self._out.norm().clamp(min=1e-30))
         return error if error < _LOST else _LOST
+
+
+def progress(items: Iterable[T], description: str) -> tqdm[T]:
+    """`items`, with a bar on stderr where that is a terminal and they take more than a second."""
+    return tqdm(items, desc=description, disable=None, delay=1.0, leave=False)
 
 
 def _fits(codes: torch.dtype, head_dim: int) -> bool:

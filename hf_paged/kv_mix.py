@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hf_paged.attention import ATTENTION_NAME
 from hf_paged.config import AUTO_QUALITY, EngineConfig, parse_kv_cache_dtype
 from hf_paged.kv_cache import KVCache, LayerFormat
-from hf_paged.kv_calibration import CALIBRATIONS, FORMATS, OWN_TOKENS, calibrate, calibration_tokens
+from hf_paged.kv_calibration import CALIBRATIONS, FORMATS, OWN_TOKENS, calibrate, calibration_tokens, progress
 from hf_paged.kv_protection import plan_layers, scales_of
 from hf_paged.kv_scales import KVMix, KVScales, load_kv_scales, save_kv_scales
 from hf_paged.model_inputs import one_prompt
@@ -146,7 +146,7 @@ def find_mix(packed: PackedModel, scales: KVScales, token_ids: Tensor, config: E
         perplexity_change=0.0,
         bytes_per_token=_bytes_per_token(packed, plain),
     )
-    for name, error_budget in _STEPS:
+    for name, error_budget in progress(_STEPS, "auto-quality: mixes"):
         budget: float | Literal["off"] = "off" if error_budget is None else error_budget
         step = replace(config, kv_cache_dtype=name, kv_error_budget=budget)
         try:

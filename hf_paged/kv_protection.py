@@ -33,7 +33,7 @@ _LEAST = 1.0  # bits that a change counts as at least: one that costs none is st
 
 # What "auto" allows each side, in shares of the output as `LayerScales.error` weighs them; both sides together their
 # root sum of squares. See docs/quality.md for what that costs: int8 under 0.1% of perplexity, fp8 0.2 to 0.5%, int4 1%.
-ERROR_BUDGETS = {"int8": 0.02, "fp8": 0.045, "int4": 0.06, "auto": 0.0}
+ERROR_BUDGETS = {"int8": 0.02, "fp8": 0.04, "int4": 0.06, "auto": 0.0}
 
 _OUTLIER = 50.0  # K channels of so many medians, mostly from a bias of k_proj, leave the others of a token few codes
 
@@ -93,7 +93,7 @@ def plan_storage(model: PreTrainedModel, packed: PackedModel, config: EngineConf
     scales = scales_of(model, packed, config)
     plan = plan_layers(packed.specs, config, scales)
     if plan.protected:
-        logger.warning("%s: KV cache %s", type(model).__name__, plan)
+        logger.info("%s: KV cache %s", type(model).__name__, plan)
     return plan
 
 
