@@ -17,7 +17,7 @@ import copy
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import transformers
@@ -50,6 +50,7 @@ class CheckpointConfig(QuantizationConfigMixin):
         self.quant_method = self._method
         self.dequantize = False
         self.fields = fields
+        self._disputed: set[str] = set()  # names of a label's values that another label contradicts
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What `from_pretrained(quantization_config=this)` changes in the checkpoint's own config."""
@@ -68,7 +69,7 @@ class CheckpointConfig(QuantizationConfigMixin):
         """What this config promises for the linear `module` (its name in the file)."""
         fields = {**self.fields, **_override(self.fields, module)}
         layout = self._format(fields)
-        return Label(
+        label = Label(
             bits=_integer(fields, "bits", "w_bit"),
             group_size=_integer(fields, "group_size", "q_group_size"),
             method=self.quant_method.value,
@@ -77,6 +78,27 @@ class CheckpointConfig(QuantizationConfigMixin):
             symmetric=_switch(fields, "sym"),
             act_order=_switch(fields, "desc_act"),
         )
+        unsaid: dict[str, Any] = dict.fromkeys(self._disputed)
+        return replace(label, **unsaid)
+
+    def compare(self, other: CheckpointConfig) -> None:
+        """Another label of the same weights, from beside config.json: where the two differ, the tensors decide alone,
+        and where they cannot, this one.
+        """
+        ours, theirs = asdict(self.label("")), asdict(other.label(""))
+        silent = set() if self._format(self.fields) and other._format(other.fields) else {"zero_offset", "planar"}
+        differ = {
+            name: f"{name} {value} and {theirs[name]}"
+            for name, value in ours.items()
+            if name not in silent and None not in (value, theirs[name]) and value != theirs[name]
+        }
+        if differ:
+            logger.warning(
+                "config.json and the quantize_config.json beside it contradict each other (%s): the tensors decide, "
+                "where they cannot config.json",
+                ", ".join(differ.values()),
+            )
+        self._disputed = differ.keys() & {"bits", "symmetric", "act_order"}  # what the tensors are held to
 
     def check(self) -> None:
         """Raise ValueError for a layout that is not read: an unknown one may have the shapes of a known one."""
@@ -87,14 +109,9 @@ class CheckpointConfig(QuantizationConfigMixin):
                 "model as one of these with the tool that wrote it"
             )
 
-    @property
-    def fp8_block(self) -> tuple[int, int]:
-        """Rows and columns that one scale of a block-scaled FP8 weight covers."""
-        block = self.fields.get("weight_block_size") or (128, 128)
-        sizes = list(block) if isinstance(block, (list, tuple)) else []
-        if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-            raise ValueError(f"quantization_config.weight_block_size: expected two positive integers, found {block!r}")
-        return sizes[0], sizes[1]
+    def fp8_block(self, module: str) -> tuple[int, int]:
+        """Rows and columns that one scale of the block-scaled FP8 weight of `module` covers."""
+        return _block("weight_block_size", self.fields.get("weight_block_size"))
 
     def quantizes_activations(self, module: str) -> bool:
         """Whether an FP8 linear quantizes its activations too (with `input_scale` in the file it always does)."""
@@ -175,7 +192,7 @@ class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsCo
                     group_size=_integer(weights, "group_size") or -1,
                     method=self.quant_method.value,
                     symmetric=_switch(weights, "symmetric"),
-                    act_order=weights.get("actorder") == "group",  # "weight": groups lie in the natural order
+                    act_order=weights.get("actorder") in ("group", "dynamic", True),  # others: the natural order
                 )
         return Label(method=self.quant_method.value)
 
@@ -201,6 +218,13 @@ class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsCo
             if _targets(group.get("targets") or ["Linear"], module):
                 return group.get("input_activations") is not None
         return True
+
+    def fp8_block(self, module: str) -> tuple[int, int]:
+        for group in _mappings(self.fields, "config_groups"):
+            if _targets(group.get("targets") or ["Linear"], module):
+                weights = _mapping("config_groups weights", group.get("weights"))
+                return _block("config_groups weights.block_structure", weights.get("block_structure"))
+        return _block("", None)
 
     @property
     def kv_cache_scheme(self) -> Mapping[str, Any] | None:
@@ -253,6 +277,17 @@ def _mappings(fields: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 def _switch(fields: Mapping[str, Any], name: str) -> bool | None:
     value = fields.get(name)
     return value if isinstance(value, bool) else None
+
+
+def _block(name: str, value: Any) -> tuple[int, int]:
+    sizes = list(value) if isinstance(value, (list, tuple)) else str(value or "128x128").split("x")
+    try:
+        rows, columns = (int(size) for size in sizes)
+    except ValueError:
+        rows = columns = 0
+    if rows <= 0 or columns <= 0:
+        raise ValueError(f"quantization_config.{name}: expected two positive integers, found {value!r}")
+    return rows, columns
 
 
 def _integer(fields: Mapping[str, Any], *names: str) -> int | None:

@@ -7,6 +7,7 @@ raised, because Transformers would bury them in its report; the loader raises th
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,11 +15,12 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from hf_paged.quant import formats
 from hf_paged.quant.experts import PROJECTIONS, Fp8Stack, PackedStack
-from hf_paged.quant.fp8 import FP8_SUFFIXES
+from hf_paged.quant.fp8 import FP8_SUFFIXES, Fp8Layout
 from hf_paged.quant.header import torch_dtype
-from hf_paged.quant.layout import PACKED_SUFFIXES
+from hf_paged.quant.layout import PACKED_SUFFIXES, Layout
 from hf_paged.quant.linear import PackedLinear, packed_parameters
 from hf_paged.quant.mapped_files import MappedFiles
+from hf_paged.quant.plan import Plan
 
 
 class Repack(ConversionOps):
@@ -78,14 +80,23 @@ class Keep(ConversionOps):
         return input_dict
 
 
-def converters(problems: list[str], files: MappedFiles, *, fp8_experts: bool) -> list[WeightConverter]:
+def converters(problems: list[str], files: MappedFiles, plan: Plan) -> list[WeightConverter]:
     """One converter for linears and one per expert projection name; experts first, since the first match wins."""
     repack = Repack(problems, files)
+    stacks = [layout for experts in plan.experts.values() for layout in experts.layouts.values()]
+    fp8_experts = any(isinstance(layout, Fp8Layout) for layout in stacks)
     target = "weight" if fp8_experts else "packed"
-    suffixes = dict.fromkeys([*PACKED_SUFFIXES, *(FP8_SUFFIXES if fp8_experts else ())])
+    suffixes = [*PACKED_SUFFIXES, *(FP8_SUFFIXES if fp8_experts else ["weight"] if any(map(_is_int8, stacks)) else ())]
     made = []
     for projection in sum(PROJECTIONS, ()):
-        sources = [f".experts.*.{projection}.{suffix}$" for suffix in suffixes]
+        sources = [f".experts.*.{projection}.{suffix}$" for suffix in dict.fromkeys(suffixes)]
         made.append(WeightConverter(sources, rf"\.experts\.{projection}\.{target}", operations=[repack]))
     sources = [rf"\.{suffix}$" for suffix in PACKED_SUFFIXES]
+    # `weight` is a name of plain tensors, too: it is converted in modules that are called as an int8 one is
+    leaves = {".".join(name.split(".")[-2:]) for name, linear in plan.linears.items() if _is_int8(linear.layout)}
+    sources += [rf"(?<={re.escape(leaf)})\.weight$" for leaf in sorted(leaves)]
     return [*made, WeightConverter(sources, r"\.packed", operations=[repack])]
+
+
+def _is_int8(layout: Layout | Fp8Layout) -> bool:
+    return isinstance(layout, Layout) and layout.kind == "int8"

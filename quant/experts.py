@@ -93,7 +93,6 @@ class Fp8Stack(nn.Module):
     """One projection of all experts in FP8."""
 
     weight: Tensor
-    input_scale: Tensor | None
     locks: Tensor
 
     def __init__(self, layout: Fp8Layout, experts: int) -> None:
@@ -101,8 +100,6 @@ class Fp8Stack(nn.Module):
         self.layout, self.experts = layout, experts
         for suffix, spec in layout.tensors.items():
             setattr(self, suffix, _empty((experts, *spec.shape), torch_dtype(spec.dtype)))
-        if "input_scale" not in layout.tensors:
-            self.input_scale = None
         self.register_buffer("locks", torch.zeros(lock_count(layout.out_features), dtype=torch.int32), persistent=False)
 
     def read(self, name: str, tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor | None]:
@@ -117,7 +114,7 @@ class Fp8Stack(nn.Module):
 
     def one(self, x: Tensor, expert: int) -> Tensor:
         scale = getattr(self, self.layout.scale_name)[expert]
-        static = None if self.input_scale is None else self.input_scale[expert]
+        static = None if self.layout.static_name is None else getattr(self, self.layout.static_name)[expert]
         return fp8_linear(x, fp8_weight(self.layout, self.weight[expert], scale, static), None, self.locks)
 
     def rows(self, x: Tensor, expert_ids: Tensor, top_k: int) -> Tensor | None:

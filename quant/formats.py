@@ -202,24 +202,64 @@ def _read_compressed(name: str, layout: Layout, tensors: Mapping[str, Tensor], m
             raise ValueError(
                 f"tensor {name}.weight_shape: expected {[layout.out_features, layout.in_features]}, found {shape}"
             )
-    codes = packing.unpack_words(tensors["weight_packed"], layout.bits, layout.in_features)
+    if layout.kind == "int8":
+        codes = _from_signed(f"{name}.weight", tensors["weight"], layout.bits)
+    else:
+        codes = packing.unpack_whole(tensors["weight_packed"], layout.bits, layout.in_features)
     zeros = None
     if "weight_zero_point" in tensors:
-        fields = packing.unpack_words(tensors["weight_zero_point"].t().contiguous(), layout.bits, layout.out_features)
+        stored = tensors["weight_zero_point"]
+        if stored.dtype == torch.int8:
+            fields = _per_group(_from_signed(f"{name}.weight_zero_point", stored, layout.bits), layout)
+        else:
+            fields = packing.unpack_whole(stored.t().contiguous(), layout.bits, layout.out_features)
         zeros = _none_if_symmetric(fields, layout.bits)
-    g_idx = None
-    if "weight_g_idx" in tensors:
-        g_idx = _check_g_idx(f"{name}.weight_g_idx", tensors["weight_g_idx"], layout)
-    return _weight(layout, codes, tensors["weight_scale"].t().contiguous(), zeros, g_idx)
+    g_idx = tensors.get("weight_g_idx")
+    if g_idx is not None and bool((g_idx == -1).all()):  # never filled in: the natural order
+        g_idx = None
+    if g_idx is not None:
+        g_idx = _check_g_idx(f"{name}.weight_g_idx", g_idx, layout)
+    return _weight(layout, codes, _per_group(tensors["weight_scale"], layout), zeros, g_idx)
+
+
+def _from_signed(name: str, values: Tensor, bits: int) -> Tensor:
+    """int8 around zero -> uint8 codes."""
+    middle = 1 << (bits - 1)
+    low, high = int(values.min()), int(values.max())
+    if low < -middle or high >= middle:
+        raise ValueError(
+            f"tensor {name}: expected values in [{-middle}, {middle}) ({bits} bits), found [{low}, {high}]"
+        )
+    return (values.to(torch.int16) + middle).to(torch.uint8)
+
+
+def _to_signed(codes: Tensor, bits: int) -> Tensor:
+    return (codes.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+
+
+def _per_group(values: Tensor, layout: Layout) -> Tensor:
+    """`[N, G]`, `[N]` or one -> `[G, N]`."""
+    return values.reshape(-1, layout.groups).expand(layout.out_features, -1).t().contiguous()
+
+
+def _like_file(values: Tensor, layout: Layout, suffix: str) -> Tensor:
+    """The inverse of `_per_group`, in the shape of the file's tensor."""
+    shape = layout.tensors[suffix].shape
+    return values.t()[: shape[0] if shape else 1].reshape(shape).contiguous()
 
 
 def _write_compressed(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
-    out = {
-        "weight_packed": packing.pack_words(weight.codes, layout.bits),
-        "weight_scale": weight.scales.t().contiguous(),
-    }
-    if "weight_zero_point" in layout.tensors:
-        out["weight_zero_point"] = packing.pack_words(_zeros(weight), layout.bits).t().contiguous()
+    bits = layout.bits
+    out = {"weight_scale": _like_file(weight.scales, layout, "weight_scale")}
+    if layout.kind == "int8":
+        out["weight"] = _to_signed(weight.codes, bits)
+    else:
+        out["weight_packed"] = packing.pack_whole(weight.codes, bits)
+    zeros = layout.tensors.get("weight_zero_point")
+    if zeros is not None and zeros.dtype == "I8":
+        out["weight_zero_point"] = _like_file(_to_signed(_zeros(weight), bits), layout, "weight_zero_point")
+    elif zeros is not None:
+        out["weight_zero_point"] = packing.pack_whole(_zeros(weight), bits).t().contiguous()
     if "weight_shape" in layout.tensors:
         out["weight_shape"] = torch.tensor([layout.out_features, layout.in_features])
     if "weight_g_idx" in layout.tensors:
@@ -253,6 +293,7 @@ _READERS = {
     "awq_gemv_fast": _read_interleaved,
     "llm_awq": _read_interleaved,
     "compressed": _read_compressed,
+    "int8": _read_compressed,
 }
 _WRITERS = {
     "gptq": _write_gptq,
@@ -262,4 +303,5 @@ _WRITERS = {
     "awq_gemv_fast": _write_interleaved,
     "llm_awq": _write_interleaved,
     "compressed": _write_compressed,
+    "int8": _write_compressed,
 }

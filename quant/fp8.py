@@ -2,11 +2,12 @@
 
 | weight | scale | granularity |
 | --- | --- | --- |
-| e4m3 [N, K] | weight_scale [], [1] or [1, 1] | tensor |
+| e4m3 [N, K] | weight_scale [], [1] or [1, 1], weight_scale_inv [] or [1] | tensor |
 | e4m3 [N, K] | weight_scale [N, 1] or [N] | output channel |
 | e4m3 [N, K] | weight_scale or weight_scale_inv [N / bn, K / bk] (rounded up) | blocks, usually 128 x 128 |
 
-`input_scale` ([] or [1]) makes activations static; without it they are dynamic, unless the config leaves them alone.
+`input_scale` or `activation_scale` ([] or [1]) makes activations static; without it they are dynamic, unless the
+config leaves them alone.
 The tensors keep their names in the model, so nothing is converted at load or at save.
 """
 
@@ -24,7 +25,8 @@ from hf_paged.quant.header import torch_dtype
 from hf_paged.quant.layout import FLOATS, TensorSpec
 from hf_paged.quant.mapped_files import MappedFiles
 
-FP8_SUFFIXES = ("weight", "weight_scale", "weight_scale_inv", "input_scale")
+STATIC_SCALES = ("input_scale", "activation_scale")  # compressed-tensors and AutoFP8; Transformers
+FP8_SUFFIXES = ("weight", "weight_scale", "weight_scale_inv", *STATIC_SCALES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,11 @@ class Fp8Layout:
     @property
     def scale_name(self) -> str:
         return "weight_scale_inv" if "weight_scale_inv" in self.tensors else "weight_scale"
+
+    @property
+    def static_name(self) -> str | None:
+        """The tensor that holds the scale of activations, if they are static."""
+        return next((name for name in STATIC_SCALES if name in self.tensors), None)
 
 
 def identify_fp8(
@@ -62,7 +69,7 @@ def identify_fp8(
     blocks = (-(-n // block[0]), -(-k // block[1]))
     covers = {(): (n, k), (1,): (n, k), (1, 1): (n, k), (n,): (1, k), (n, 1): (1, k)}
     if scale_name == "weight_scale_inv":
-        covers = {blocks: block}  # a 1x1 grid of blocks is still a grid
+        covers = {blocks: block, (): (n, k), (1,): (n, k)}  # a 1x1 grid of blocks is still a grid
     else:
         covers.setdefault(blocks, block)
     if scale.dtype not in FLOATS or scale.shape not in covers:
@@ -70,17 +77,18 @@ def identify_fp8(
             f"tensor {name}.{scale_name}: expected {' or '.join(FLOATS)} in one of "
             f"{[list(shape) for shape in covers]} for a weight {[n, k]}, found {scale}"
         )
-    static = found.get("input_scale")
-    if static is not None and (static.dtype not in FLOATS or static.shape not in ((), (1,))):
-        raise ValueError(f"tensor {name}.input_scale: expected {' or '.join(FLOATS)} [1], found {static}")
-    unknown = sorted(set(found) - {"weight", scale_name, "input_scale", "bias"})
+    static_names = [suffix for suffix in STATIC_SCALES if suffix in found]
+    for suffix in static_names:
+        if found[suffix].dtype not in FLOATS or found[suffix].shape not in ((), (1,)):
+            raise ValueError(f"tensor {name}.{suffix}: expected {' or '.join(FLOATS)} [1], found {found[suffix]}")
+    unknown = sorted(set(found) - {"weight", scale_name, "bias", *static_names[:1]})
     if unknown:
         raise ValueError(f"tensor {name}.{unknown[0]} ({found[unknown[0]]}) does not belong to an FP8 linear")
     return Fp8Layout(
         in_features=k,
         out_features=n,
         block=covers[scale.shape],
-        dynamic=quantize_activations and static is None,
+        dynamic=quantize_activations and not static_names,
         tensors=dict(found),
     )
 
@@ -93,7 +101,6 @@ class Fp8Linear(nn.Module):
 
     files: MappedFiles | None = None
     weight: Tensor
-    input_scale: Tensor | None
     bias: Tensor | None
     locks: Tensor
 
@@ -105,8 +112,6 @@ class Fp8Linear(nn.Module):
             if suffix != "bias":
                 value = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
                 setattr(self, suffix, nn.Parameter(value, requires_grad=False))
-        if "input_scale" not in layout.tensors:
-            self.input_scale = None
         self.bias = nn.Parameter(torch.empty(layout.out_features, dtype=dtype), requires_grad=False) if bias else None
 
         self.register_buffer("locks", torch.zeros(lock_count(layout.out_features), dtype=torch.int32), persistent=False)
@@ -119,21 +124,23 @@ class Fp8Linear(nn.Module):
     @property
     def fp8_weight(self) -> Fp8Weight:
         """The weight as the kernels take it."""
-        return fp8_weight(self.layout, self.weight, getattr(self, self.layout.scale_name), self.input_scale)
+        static = self.layout.static_name
+        scale = getattr(self, self.layout.scale_name)
+        return fp8_weight(self.layout, self.weight, scale, None if static is None else getattr(self, static))
 
     def check(self, name: str) -> None:
         """Raise ValueError for values that cannot be meant."""
         check_fp8_codes(f"{name}.weight", self.weight)
-        check_fp8_scale(f"{name}.{self.layout.scale_name}", getattr(self, self.layout.scale_name))
-        if self.input_scale is not None:
-            check_fp8_scale(f"{name}.input_scale", self.input_scale)
+        for suffix in (self.layout.scale_name, self.layout.static_name):
+            if suffix is not None:
+                check_fp8_scale(f"{name}.{suffix}", getattr(self, suffix))
 
     def forward(self, x: Tensor) -> Tensor:
         out = fp8_linear(x.reshape(-1, self.in_features), self.fp8_weight, self.bias, self.locks)
         return out.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        static = "static" if self.input_scale is not None else "dynamic" if self.layout.dynamic else "16-bit"
+        static = "static" if self.layout.static_name else "dynamic" if self.layout.dynamic else "16-bit"
         return f"in_features={self.in_features}, out_features={self.out_features}, fp8, {static} activations"
 
 

@@ -12,7 +12,11 @@ was found; nothing is guessed.
 | awq_gemv | 4 | int32 [N, K / 8] | qzeros int32 [N, W] | [N, 8 W] |
 | awq_gemv_fast | 4 | int16 [N / 4, K] | qzeros fp16 [8 W, N], minus scale * zero | [8 W, N] |
 | llm_awq | 4 | int16 [N / 4, K] | scaled_zeros fp16 [8 W, N] | [8 W, N] |
-| compressed | 4 8 | weight_packed int32 [N, K * bits / 32] | weight_zero_point [N * bits / 32, G] | weight_scale [N, G]
+| compressed | 2 to 8 | weight_packed int32 [N, K / P] | weight_zero_point int32 [N / P, G] | weight_scale [N, G] |
+| int8 | 2 to 8 | weight int8 [N, K] | weight_zero_point int8 [N, G] | weight_scale [N, G] |
+
+P = 32 // bits, idle bits at the top. int8 values lie around zero: code or zero point minus the midpoint.
+compressed-tensors also writes `weight_scale` as [N] or [1] where G = 1, and int8 zero points beside packed weights.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hf_paged.quant.packing import BITS, PLANAR_BITS, words_for
+from hf_paged.quant.packing import BITS, PLANAR_BITS, whole_words_for, words_for
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +43,7 @@ PACKED_SUFFIXES = (
     "weight_g_idx",
 )
 REMEDY = (
-    "int8 activations (W8A8), nvfp4, mxfp4, marlin and sparse layouts are not read: re-save the model as "
+    "nvfp4, mxfp4, marlin and sparse layouts are not read: re-save the model as "
     "`pack-quantized`, `float-quantized`, GPTQ or AWQ"
 )
 
@@ -86,7 +90,7 @@ class Layout:
 
     @property
     def scales_name(self) -> str:
-        return "weight_scale" if self.kind == "compressed" else "scales"
+        return "weight_scale" if self.kind in ("compressed", "int8") else "scales"
 
 
 def identify(name: str, found: Mapping[str, TensorSpec], in_features: int, out_features: int, label: Label) -> Layout:
@@ -99,7 +103,7 @@ def identify(name: str, found: Mapping[str, TensorSpec], in_features: int, out_f
     for kind in kinds:
         for bits in _candidate_bits(kind, label):
             group_size = _group_size(kind, found, in_features, label)
-            expected = _expected(kind, in_features, out_features, bits, group_size)
+            expected = _expected(kind, found, in_features, out_features, bits, group_size)
             ragged = _ragged(name, kind, in_features, out_features, group_size)
             problem = _mismatch(name, kind, bits, expected, found, ragged)
             if problem is None:
@@ -141,6 +145,8 @@ def _ragged(name: str, kind: str, in_features: int, out_features: int, group_siz
 def _kinds(name: str, found: Mapping[str, TensorSpec], label: Label) -> list[str]:
     if "weight_packed" in found:
         return ["compressed"]
+    if found.get("weight", TensorSpec(dtype="", shape=())).dtype == "I8":
+        return ["int8"]
     if "qweight" not in found:
         some = next(iter(found))
         raise ValueError(
@@ -156,8 +162,11 @@ def _kinds(name: str, found: Mapping[str, TensorSpec], label: Label) -> list[str
 
 
 def _candidate_bits(kind: str, label: Label) -> list[int]:
-    allowed = {"gptq": BITS, "gptq_p": (*BITS, *PLANAR_BITS), "compressed": (4, 8)}.get(kind, (4,))
+    every = (*BITS, *PLANAR_BITS)
+    allowed = {"gptq": BITS, "gptq_p": every, "compressed": every, "int8": (8,)}.get(kind, (4,))
     first = [label.bits] if label.bits in allowed else []
+    if kind == "int8" and label.bits in every:
+        return [label.bits]  # the words do not tell it
     return [*first, *(bits for bits in allowed if bits not in first)]
 
 
@@ -183,10 +192,13 @@ def _check_promised(name: str, kind: str, found: Mapping[str, TensorSpec], label
 def _group_size(kind: str, found: Mapping[str, TensorSpec], in_features: int, label: Label) -> int:
     promised = label.group_size if label.group_size is not None else 128
     promised = in_features if promised in (-1, 0) else promised
-    scales = found.get("weight_scale" if kind == "compressed" else "scales")
+    compressed = kind in ("compressed", "int8")
+    scales = found.get("weight_scale" if compressed else "scales")
+    if compressed and scales is not None and len(scales.shape) < 2:
+        return in_features  # one scale for all, or one to an output channel
     if scales is None or len(scales.shape) != 2 or kind in ("awq_gemv", "awq_gemv_fast", "llm_awq"):
         return promised  # padded group axes do not tell the group size
-    groups = scales.shape[1] if kind == "compressed" else scales.shape[0]
+    groups = scales.shape[1] if compressed else scales.shape[0]
     if groups > 0 and -(-in_features // promised) != groups and in_features % groups == 0:
         return in_features // groups  # the file is consistent with itself: the label's group_size is not the one used
     return min(promised, in_features)
@@ -202,7 +214,7 @@ def gemv_width(in_features: int, group_size: int) -> int:
 _Expected = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]  # suffix -> allowed dtypes, shape
 
 
-def _expected(kind: str, k: int, n: int, bits: int, group_size: int) -> _Expected:
+def _expected(kind: str, found: Mapping[str, TensorSpec], k: int, n: int, bits: int, group_size: int) -> _Expected:
     groups = -(-k // group_size)
     ints = ("I32",)
     if kind in ("gptq", "gptq_p"):
@@ -221,13 +233,26 @@ def _expected(kind: str, k: int, n: int, bits: int, group_size: int) -> _Expecte
         zeros = "scaled_zeros" if kind == "llm_awq" else "qzeros"
         padded = (width * 8, n)
         return {"qweight": (("I16",), (n // 4, k)), zeros: (FLOATS, padded), "scales": (FLOATS, padded)}
-    return {
-        "weight_packed": (ints, (n, words_for(k, bits))),
-        "weight_scale": (FLOATS, (n, groups)),
-        "weight_zero_point": (ints, (words_for(n, bits), groups)),
-        "weight_shape": (("I64", "I32"), (2,)),
+    return _expected_compressed(kind, found, k, n, bits, groups)
+
+
+def _expected_compressed(
+    kind: str, found: Mapping[str, TensorSpec], k: int, n: int, bits: int, groups: int
+) -> _Expected:
+    """Scales may lack an axis of one, and zero points may be unpacked."""
+    scales, zeros = found.get("weight_scale"), found.get("weight_zero_point")
+    one = scales is not None and groups == 1 and scales.shape in ((n,), (1,), ())
+    grid = scales.shape if scales is not None and one else (n, groups)
+    unpacked = kind == "int8" or (zeros is not None and zeros.dtype == "I8")
+    expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+        "weight_scale": (FLOATS, grid),
+        "weight_zero_point": (("I8",), grid) if unpacked else (("I32",), (whole_words_for(n, bits), groups)),
         "weight_g_idx": (("I32", "I64"), (k,)),
     }
+    if kind == "int8":
+        return {"weight": (("I8",), (n, k)), **expected}
+    words = {"weight_packed": (("I32",), (n, whole_words_for(k, bits)))}
+    return {**words, **expected, "weight_shape": (("I64", "I32"), (2,))}
 
 
 _OPTIONAL = {
@@ -235,12 +260,14 @@ _OPTIONAL = {
     "gptq_p": ("qzeros", "g_idx"),
     "awq_gemm": ("qzeros",),
     "compressed": ("weight_zero_point", "weight_shape", "weight_g_idx"),
+    "int8": ("weight_zero_point", "weight_g_idx"),
 }
 _PROMISED = {  # kind -> the tensors of asymmetric weights and of act-order
     "gptq": ("qzeros", "g_idx"),
     "gptq_p": ("qzeros", "g_idx"),
     "awq_gemm": ("qzeros", ""),
     "compressed": ("weight_zero_point", "weight_g_idx"),
+    "int8": ("", "weight_g_idx"),  # zero points that are all zero are left out
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from hf_paged.quant.layout import Layout
 from hf_paged.quant.linear import PackedLinear
 from hf_paged.quant.mapped_files import MappedFiles
 from hf_paged.quant.plan import Plan, Planner, refuse_problems
+from hf_paged.quant.sidecar import second_label
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class CheckpointLoader(HfQuantizer):
         self.problems: list[str] = []
         self.plan = Plan()
         self.files = MappedFiles(())
-        self.kv_tensors: dict[str, Tensor] = {}  # KV-cache scales of the file, written back at saving
+        self.kept: dict[str, Tensor] = {}  # scales of the KV cache and of activations, written back at saving
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if getattr(self.quantization_config, "dequantize", False):
@@ -65,6 +67,9 @@ class CheckpointLoader(HfQuantizer):
                 "a quantized checkpoint is loaded from its files: a state_dict alone does not say its layout"
             )
         config = self.quantization_config
+        beside = second_label(Path(checkpoint_files[0]).parent)
+        if beside is not None:
+            config.compare(type(config)(**beside))
         header = read_header(checkpoint_files, allow_bin=config.allow_bin)
         self.files = MappedFiles(checkpoint_files)
         self.plan = plan = Planner(model, header, config).make()
@@ -77,8 +82,8 @@ class CheckpointLoader(HfQuantizer):
                 model.set_submodule(name, PackedExperts(model.get_submodule(name), stacks))
         _mark_initialized(model, [*plan.linears, *plan.experts])
         self._untie(model)
-        self._read_kv_scales(model, header)
-        _ignore(model, [*plan.unused, *plan.kv_scales])
+        self._keep_scales(model, header)
+        _ignore(model, [*plan.unused, *self.kept])
 
     def _linear(self, layout: Layout | Fp8Layout, bias: bool, dtype: torch.dtype) -> PackedLinear | Fp8Linear:
         if isinstance(layout, Fp8Layout):
@@ -98,11 +103,12 @@ class CheckpointLoader(HfQuantizer):
             model.config.get_text_config().tie_word_embeddings = False
             logger.info("%s is quantized in the file: it is not tied to %s", key, "the embeddings")
 
-    def _read_kv_scales(self, model: PreTrainedModel, header: Header) -> None:
-        self.kv_tensors = {name: header.load(key) for name, key in self.plan.kv_scales.items()}
-        if self.kv_tensors:
-            scales = read_kv_scales(self.kv_tensors)
-            model.__dict__["hf_paged_kv_scales"] = scales  # a plain holder: no module, parameter or buffer
+    def _keep_scales(self, model: PreTrainedModel, header: Header) -> None:
+        kv_scales = {name: header.load(key) for name, key in self.plan.kv_scales.items()}
+        self.kept = kv_scales | {name: header.load(key) for name, key in self.plan.kept.items()}
+        if kv_scales:
+            # a plain holder: no module, parameter or buffer
+            model.__dict__["hf_paged_kv_scales"] = read_kv_scales(kv_scales)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for name, module in model.named_modules():
@@ -133,10 +139,7 @@ class CheckpointLoader(HfQuantizer):
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], *args: Any, **kwargs: Any
     ) -> list[WeightTransform]:
-        fp8 = any(
-            isinstance(layout, Fp8Layout) for plan in self.plan.experts.values() for layout in plan.layouts.values()
-        )
-        return [*converters(self.problems, self.files, fp8_experts=fp8), *weight_conversions]
+        return [*converters(self.problems, self.files, self.plan), *weight_conversions]
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Asked by Transformers >= 5.23 for each tensor; None keeps the file's dtype. What is repacked keeps it: all
@@ -156,7 +159,7 @@ class CheckpointLoader(HfQuantizer):
                 parent, _, projection = name.rpartition(".")
                 experts = enumerate(module.file_tensors())
                 _replace(state, name, module, [(f"{parent}.{e}.{projection}", tensors) for e, tensors in experts])
-        return state | self.kv_tensors, {}
+        return state | self.kept, {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True

@@ -1,9 +1,9 @@
 """Bit fields inside integer words: the only place that shifts and masks a file's words.
 
-A word holds `32 // bits` fields, lowest bits first; with 3 bits, 32 fields form one 96-bit little-endian string over
-three words (GPTQ). Planar words (`gptq_p`) cut each field into planes of 4, 2 and 1 bits and hold, for every 32 fields,
-the words of the low plane, then those of the next. Everything runs on the tensor's device, one field position at a
-time, so that the peak is one byte per field.
+A word holds `32 // bits` fields, lowest bits first, and idle bits where they do not fill it (compressed-tensors);
+GPTQ's 3-bit fields form, 32 of them, one 96-bit little-endian string over three words. Planar words (`gptq_p`) cut each
+field into planes of 4, 2 and 1 bits and hold, for every 32 fields, the words of the low plane, then those of the next.
+Everything runs on the tensor's device, one field position at a time, so that the peak is one byte per field.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     """
     if bits == 3:
         return _unpack_three(words)[..., :count].contiguous()
+    return unpack_whole(words, bits, count)
+
+
+def unpack_whole(words: Tensor, bits: int, count: int) -> Tensor:
+    """As `unpack_words`, where no field of any width straddles two words."""
     per_word = 32 // bits
     fields = words.new_empty((*words.shape, per_word), dtype=torch.uint8)
     mask = (1 << bits) - 1
@@ -41,11 +46,20 @@ def pack_words(fields: Tensor, bits: int) -> Tensor:
     """`[..., count]` uint8 -> `[..., words_for(count)]` int32; the inverse of `unpack_words`, padding with zero
     fields.
     """
-    width = words_for(fields.shape[-1], bits)
-    per_row = width * 32 // bits
-    fields = torch.nn.functional.pad(fields, (0, per_row - fields.shape[-1]))
     if bits == 3:
-        return _pack_three(fields)
+        return _pack_three(torch.nn.functional.pad(fields, (0, -fields.shape[-1] % 32)))
+    return pack_whole(fields, bits)
+
+
+def whole_words_for(count: int, bits: int) -> int:
+    """How many int32 words hold `count` fields that never straddle two words."""
+    return -(-count // (32 // bits))
+
+
+def pack_whole(fields: Tensor, bits: int) -> Tensor:
+    """The inverse of `unpack_whole`, padding with zero fields."""
+    width = whole_words_for(fields.shape[-1], bits)
+    fields = torch.nn.functional.pad(fields, (0, width * (32 // bits) - fields.shape[-1]))
     fields = fields.unflatten(-1, (width, 32 // bits))
     words = torch.zeros(fields.shape[:-1], dtype=torch.int32, device=fields.device)
     for i in range(32 // bits):

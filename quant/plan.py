@@ -26,6 +26,8 @@ from hf_paged.quant.kv_scales import is_kv_scale
 from hf_paged.quant.layout import FLOATS, PACKED_SUFFIXES, REMEDY, Layout, TensorSpec, identify
 
 _SHOWN = 8  # problems listed in one error
+_ACTIVATIONS = ("input_scale", "input_zero_point")  # beside integer weights: activations stay in 16 bits
+_QUANTIZED_SUFFIXES = {*PACKED_SUFFIXES, *FP8_SUFFIXES[1:], *_ACTIVATIONS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ class Plan:
     linears: dict[str, LinearPlan] = field(default_factory=dict)
     experts: dict[str, ExpertsPlan] = field(default_factory=dict)
     kv_scales: dict[str, str] = field(default_factory=dict)  # model name -> tensor in the file
+    kept: dict[str, str] = field(default_factory=dict)  # likewise, what integer weights do not need: written back
     unused: list[str] = field(default_factory=list)  # model names of file tensors that are rightly left out
 
 
@@ -99,7 +102,9 @@ class Planner:
             module, _, suffix = renamed.rpartition(".")
             if is_kv_scale(renamed):
                 self.plan.kv_scales[renamed] = key
-            elif suffix in PACKED_SUFFIXES or suffix in FP8_SUFFIXES[1:] or spec.dtype.startswith("F8"):
+            elif (
+                suffix in _QUANTIZED_SUFFIXES or spec.dtype.startswith("F8") or (suffix, spec.dtype) == ("weight", "I8")
+            ):
                 quantized[module][suffix] = spec
                 self.file_name[renamed] = key
             elif suffix == "bias":
@@ -151,12 +156,15 @@ class Planner:
         self.plan.linears[name] = LinearPlan(layout=layout, bias=keep)
 
     def _layout(self, name: str, found: Mapping[str, TensorSpec], k: int, n: int) -> Layout | Fp8Layout:
+        config, label_name = self.config, self._label_name(name, found)
         if found.get("weight", TensorSpec(dtype="", shape=())).dtype.startswith("F8"):
-            return identify_fp8(
-                name, found, k, n,
-                block=self.config.fp8_block, quantize_activations=self.config.quantizes_activations(name),
-            )  # fmt: skip
-        return identify(name, found, k, n, self.config.label(self._label_name(name, found)))
+            block, activations = config.fp8_block(label_name), config.quantizes_activations(label_name)
+            return identify_fp8(name, found, k, n, block=block, quantize_activations=activations)
+        for suffix in _ACTIVATIONS:
+            if found.get(suffix) is not None:
+                self.plan.kept[f"{name}.{suffix}"] = self.file_name[f"{name}.{suffix}"]
+        weights = {suffix: spec for suffix, spec in found.items() if suffix not in _ACTIVATIONS}
+        return identify(name, weights, k, n, config.label(label_name))
 
     def _label_name(self, name: str, found: Mapping[str, TensorSpec]) -> str:
         """The module's name in the file, which is what the config's rules speak of."""

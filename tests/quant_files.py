@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 INPUT = torch.arange(3, 25).reshape(2, 11)  # token ids
+COMPRESSED = ("compressed", "int8")
 EXACT = 1e-5  # fp32 on both sides: what remains is the order of the sums
 
 
@@ -27,7 +28,8 @@ EXACT = 1e-5  # fp32 on both sides: what remains is the order of the sums
 class Cell:
     """One layout to write."""
 
-    kind: str = "gptq"  # gptq gptq_p awq_gemm awq_gemv awq_gemv_fast llm_awq compressed
+    kind: str = "gptq"  # gptq gptq_p awq_gemm awq_gemv awq_gemv_fast llm_awq compressed int8
+    unpacked_zeros: bool = False  # compressed: zero points as compressed-tensors wrote them at first
     bits: int = 4
     group_size: int = 32  # -1: one group
     symmetric: bool = False
@@ -37,6 +39,7 @@ class Cell:
 
     def __str__(self) -> str:
         flags = f"{'sym' if self.symmetric else 'asym'}{'-actorder' if self.act_order else ''}-v{self.version}"
+        flags += "-unpacked" if self.unpacked_zeros else ""
         return f"{self.kind}-{self.bits}bit-g{self.group_size}-{flags}"
 
 
@@ -62,6 +65,14 @@ def bit_string(fields: np.ndarray, bits: int) -> Tensor:
     step = 96 if bits == 3 else 32
     stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % step)))
     return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view("<i4").copy())
+
+
+def whole(fields: np.ndarray, bits: int) -> Tensor:
+    """As `bit_string`, but no field straddles two words: compressed-tensors leaves the bits at the top idle."""
+    step = 32 // bits
+    padded = np.pad(fields, ((0, 0), (0, -fields.shape[1] % step))).reshape(fields.shape[0], -1, step)
+    words = (padded.astype(np.uint32) << (bits * np.arange(step, dtype=np.uint32))).sum(-1, dtype=np.uint32)
+    return torch.from_numpy(words.view("<i4").copy())
 
 
 def planar(fields: np.ndarray, bits: int) -> Tensor:
@@ -98,7 +109,7 @@ def pack_linear(cell: Cell, integers: Integers) -> dict[str, Tensor]:
     """The file tensors of one linear, by suffix."""
     codes = integers.codes.numpy().astype(np.int64)
     zeros = integers.zeros.numpy().astype(np.int64)
-    (n, k), groups, bits = codes.shape, zeros.shape[0], cell.bits
+    n, groups, bits = len(codes), zeros.shape[0], cell.bits
     if cell.kind in ("gptq", "gptq_p"):
         stored = (zeros - (1 if cell.kind == "gptq" and cell.version == 1 else 0)) % (1 << bits)
         # words run along K in qweight and along N in qzeros
@@ -109,17 +120,8 @@ def pack_linear(cell: Cell, integers: Integers) -> dict[str, Tensor]:
             "scales": integers.scales,
             "g_idx": integers.g_idx,
         }
-    if cell.kind == "compressed":
-        out = {
-            "weight_packed": bit_string(codes, bits),
-            "weight_scale": integers.scales.t().contiguous(),
-            "weight_shape": torch.tensor([n, k]),
-        }
-        if not cell.symmetric:
-            out["weight_zero_point"] = bit_string(zeros, bits).t().contiguous()
-        if cell.act_order:
-            out["weight_g_idx"] = integers.g_idx
-        return out
+    if cell.kind in COMPRESSED:
+        return _compressed(cell, integers)
     if cell.kind == "awq_gemm":
 
         def awq(fields: np.ndarray) -> Tensor:
@@ -139,6 +141,23 @@ def pack_linear(cell: Cell, integers: Integers) -> dict[str, Tensor]:
     scaled[:, :groups] = -(integers.scales.float() * integers.zeros.float()).t().to(padded.dtype)
     name = "scaled_zeros" if cell.kind == "llm_awq" else "qzeros"
     return {"qweight": interleave(codes), "scales": padded.t().contiguous(), name: scaled.t().contiguous()}
+
+
+def _compressed(cell: Cell, integers: Integers) -> dict[str, Tensor]:
+    codes, zeros, bits = integers.codes.numpy().astype(np.int64), integers.zeros.numpy().astype(np.int64), cell.bits
+    middle = 1 << (bits - 1)  # int8 values lie around zero
+    out = {"weight_scale": integers.scales.t().contiguous()}
+    if cell.kind == "int8":
+        out["weight"] = torch.from_numpy((codes - middle).astype(np.int8))
+    else:
+        out |= {"weight_packed": whole(codes, bits), "weight_shape": torch.tensor(codes.shape)}
+    if not cell.symmetric and (cell.kind == "int8" or cell.unpacked_zeros):
+        out["weight_zero_point"] = torch.from_numpy((zeros - middle).astype(np.int8)).t().contiguous()
+    elif not cell.symmetric:
+        out["weight_zero_point"] = whole(zeros, bits).t().contiguous()
+    if cell.act_order:
+        out["weight_g_idx"] = integers.g_idx
+    return out
 
 
 def random_integers(cell: Cell, n: int, k: int, seed: int = 0) -> Integers:
@@ -193,7 +212,7 @@ def config_of(cell: Cell) -> dict[str, object]:
             "desc_act": cell.act_order,
             "checkpoint_format": "gptq_p" if cell.kind == "gptq_p" else "gptq" if cell.version == 1 else "gptq_v2",
         }
-    if cell.kind == "compressed":
+    if cell.kind in COMPRESSED:
         weights = {
             "num_bits": cell.bits,
             "type": "int",
@@ -203,7 +222,7 @@ def config_of(cell: Cell) -> dict[str, object]:
         }
         return {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
+            "format": "int-quantized" if cell.kind == "int8" else "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
             "ignore": ["lm_head"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quant_files import Cell, pack_linear, random_integers
+from quant_files import COMPRESSED, Cell, pack_linear, random_integers
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from hf_paged.quant.weight import dequantize
 
 _NAMES = {
     torch.int32: "I32",
+    torch.int8: "I8",
     torch.int16: "I16",
     torch.int64: "I64",
     torch.float16: "F16",
@@ -23,7 +24,14 @@ _NAMES = {
     torch.float32: "F32",
 }
 # N and K are no multiples of 64 or 128
-SHAPES = {"gptq": (40, 160), "gptq_p": (96, 160), "compressed": (24, 160), "awq_gemm": (40, 192)}
+SHAPES = {
+    "gptq": (40, 160),
+    "gptq_p": (96, 160),
+    "compressed": (24, 160),
+    "int8": (24, 160),
+    "awq_gemm": (40, 192),
+}
+UNPACKED = ((4, 32), (4, -1), (8, -1), (3, 32))
 AWQ_KINDS = ("awq_gemm", "awq_gemv", "awq_gemv_fast", "llm_awq")
 
 
@@ -42,12 +50,15 @@ def _cells() -> list[Cell]:
         for sym, order in ((True, False), (False, True))
     ]
     cells += [
-        Cell(kind="compressed", bits=bits, group_size=group, symmetric=sym, act_order=order)
-        for bits in (4, 8)
+        Cell(kind=kind, bits=bits, group_size=group, symmetric=sym, act_order=order)
+        for kind, widths in (("compressed", range(2, 9)), ("int8", (4, 8)))
+        for bits in widths
         for group in (32, -1)
         for sym in (True, False)
         for order in (True, False)
+        if bits in (4, 8) or group == 32
     ]
+    cells += [Cell(kind="compressed", bits=bits, group_size=group, unpacked_zeros=True) for bits, group in UNPACKED]
     cells += [
         Cell(kind=kind, group_size=group, symmetric=sym)
         for kind in AWQ_KINDS
@@ -67,7 +78,7 @@ def _specs(tensors: dict[str, Tensor]) -> dict[str, TensorSpec]:
 
 
 def _label(cell: Cell) -> Label:
-    method = {"gptq": "gptq", "gptq_p": "gptq", "compressed": "compressed-tensors"}.get(cell.kind, "awq")
+    method = {"gptq": "gptq", "gptq_p": "gptq", **dict.fromkeys(COMPRESSED, "compressed-tensors")}.get(cell.kind, "awq")
     planar = cell.kind == "gptq_p"
     offset = 0 if planar else 2 - cell.version
     return Label(bits=cell.bits, group_size=cell.group_size, method=method, zero_offset=offset, planar=planar)
@@ -210,9 +221,11 @@ def test_missing_extra_and_mislabelled_tensors_are_named() -> None:
     with pytest.raises(ValueError, match="quantization_config says 8 bits, the tensors hold 4"):
         identify("m", tensors, 64, 32, Label(bits=8, group_size=32))
     packed = _specs(pack_linear(Cell(kind="compressed"), random_integers(cell, 32, 64)))
-    unpacked = TensorSpec(dtype="I8", shape=(32, 2))  # vllm 17862: zero points left unpacked
-    with pytest.raises(ValueError, match=r"tensor m\.weight_zero_point: expected I32"):
-        identify("m", {**packed, "weight_zero_point": unpacked}, 64, 32, Label(method="compressed-tensors", bits=4))
+    # vllm 17862: zero points left unpacked; as compressed-tensors left them they are read, others are not
+    for dtype, shape in (("I8", (2, 32)), ("F16", (32, 2)), ("I32", (32, 2))):
+        zeros = {"weight_zero_point": TensorSpec(dtype=dtype, shape=shape)}
+        with pytest.raises(ValueError, match=r"tensor m\.weight_zero_point: expected I"):
+            identify("m", {**packed, **zeros}, 64, 32, Label(method="compressed-tensors", bits=4))
     with pytest.raises(ValueError, match=r"m\.weight_scale .*has no packed weight beside it.*re-save"):
         identify("m", {"weight_scale": TensorSpec(dtype="F8_E4M3", shape=(32, 4))}, 64, 32, Label())
 

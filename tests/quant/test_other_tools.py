@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from model_zoo import tiny_model
-from quant_files import EXACT, Cell, load, logit_error, write_model
+from quant_files import EXACT, Cell, load, logit_error, save_files, write_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import modeling_utils
@@ -110,11 +110,66 @@ def test_a_label_and_a_file_name_from_before_config_json_knew_them(
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("label", "beside"),
+    [
+        ({"bits": 8}, {"bits": 4}),
+        ({"desc_act": True, "sym": False}, {"desc_act": False, "sym": True}),
+        ({"desc_act": False, "group_size": 64}, {"desc_act": True, "group_size": 32}),
+        ({"checkpoint_format": "gptq"}, {"checkpoint_format": "gptq_v2"}),
+    ],
+)
+def test_two_labels_that_contradict_each_other_are_reported_and_the_tensors_decide(
+    label: dict[str, object], beside: dict[str, object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """AutoGPTQ and GPTQModel write quantize_config.json too; a file edited or copied from another model is wrong."""
+    cell = Cell(symmetric=True, version=2)
+    truth = write_model(tiny_model("llama"), tmp_path, cell)
+    state = load_file(tmp_path / "model.safetensors")
+    lost = "qzeros" if "sym" in label else "none"
+    save_file({k: v for k, v in state.items() if not k.endswith(lost)}, tmp_path / "model.safetensors")
+    _edit(tmp_path, **label)
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"group_size": 32, "damp_percent": 0.1, **beside}))
+    with caplog.at_level(logging.WARNING):
+        assert logit_error(load(tmp_path), truth) < EXACT
+    assert "the quantize_config.json beside it contradict each other" in caplog.text
+
+
+def test_labels_that_agree_or_say_nothing_are_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_model(tiny_model("llama"), tmp_path, Cell(version=2))
+    beside = {"bits": 4, "group_size": 32, "desc_act": False, "model_name_or_path": None}
+    (tmp_path / "quantize_config.json").write_text(json.dumps(beside))
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path)
+    assert "contradict" not in caplog.text
+
+
+@pytest.mark.parametrize("cell", [Cell(), Cell(kind="awq_gemm"), Cell(kind="compressed")], ids=str)
+def test_a_label_without_its_method_is_known_by_its_other_keys(cell: Cell, tmp_path: Path) -> None:
+    """Transformers ends at it."""
+    truth = write_model(tiny_model("llama"), tmp_path, cell)
+    _edit(tmp_path, quant_method=None)
+    assert logit_error(load(tmp_path), truth) < EXACT
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_fp8_weights_without_any_label_are_refused(shards: int, tmp_path: Path) -> None:
+    """Transformers would cast the codes and leave out their scales."""
+    model = tiny_model("llama")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for name in [name for name in state if "proj" in name]:
+        state[name] = state[name].to(torch.float8_e4m3fn)
+        state[f"{name}_scale"] = torch.ones(1)
+    save_files(tmp_path, state, model.config.to_dict(), None, shards)
+    with pytest.raises(ValueError, match=r"proj\.weight: quantized, but .*config\.json has no quantization_config"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_packed_weights_without_any_label_are_refused_and_not_left_random(shards: int, tmp_path: Path) -> None:
     write_model(tiny_model("llama"), tmp_path, GPTQ, shards=shards)
     _unlabel(tmp_path)
-    with pytest.raises(ValueError, match=r"qweight: packed, but .*config\.json has no quantization_config; add"):
+    with pytest.raises(ValueError, match=r"qweight: quantized, but .*config\.json has no quantization_config; add"):
         load(tmp_path)
     registry.unregister()
     try:
@@ -200,23 +255,6 @@ def test_rotations_at_run_time_are_refused_and_those_of_weights_alone_are_not(tm
         load(tmp_path)
 
 
-def test_activations_that_stay_in_16_bits_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """W4A8: the weights are exact, but the file asks for more than is done."""
-    truth = write_model(tiny_model("llama"), tmp_path, Cell(kind="compressed"))
-    config = json.loads((tmp_path / "config.json").read_text())
-    group = config["quantization_config"]["config_groups"]["group_0"]
-    group["input_activations"] = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with caplog.at_level(logging.WARNING):
-        assert logit_error(load(tmp_path), truth) < EXACT
-    assert "quantized activations" in caplog.text
-
-
-def _int8(state: dict[str, Tensor], base: str) -> None:
-    state[f"{base}.weight"] = torch.zeros(96, 64, dtype=torch.int8)
-    state[f"{base}.weight_scale"] = torch.ones(96, 1)
-
-
 def _nvfp4(state: dict[str, Tensor], base: str) -> None:
     state[f"{base}.weight_packed"] = torch.zeros(96, 32, dtype=torch.uint8)
     state[f"{base}.weight_scale"] = torch.ones(96, 4).to(torch.float8_e4m3fn)
@@ -241,13 +279,12 @@ def _marlin(state: dict[str, Tensor], base: str) -> None:
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (_int8, r"weight_scale .*no packed weight beside it.*int8 activations .*re-save"),
         (_nvfp4, r"weight_packed: expected I32 .*found U8.*nvfp4.*re-save"),
         (_mxfp4, r"weight_packed: expected I32 .*found U8.*re-save"),
         (_sparse, r"up_proj\.weight is missing: .*found .*up_proj\.bitmask, .*sparse layouts are not read"),
         (_marlin, r"up_proj\.weight_packed: expected I32"),
     ],
-    ids=["int8", "nvfp4", "mxfp4", "sparse 2:4", "marlin 24"],
+    ids=["nvfp4", "mxfp4", "sparse 2:4", "marlin 24"],
 )
 def test_other_layouts_of_compressed_tensors_are_refused_with_a_remedy(
     write: object, message: str, tmp_path: Path
