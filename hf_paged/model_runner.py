@@ -18,7 +18,7 @@ from hf_paged.attention import AttentionCall
 from hf_paged.config import EngineConfig
 from hf_paged.cuda_graph import StepGraphs, StepTensors
 from hf_paged.fused_modules import RotaryCall, RotaryContext, leaves_tokens_out
-from hf_paged.kernels.fused_ops import restore_output, rope_write
+from hf_paged.kernels.fused_ops import input_tokens, likeliest_tokens, restore_output, rope_write
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.reshape_and_cache import write_kv
@@ -156,18 +156,18 @@ class ModelRunner:
 
     def _run(self, inputs: ModelInputs, *, last_only: bool) -> Tensor:
         """One forward of the model: [num_logits, vocab] logits. `last_only`: each is of its sequence's last token."""
-        known = inputs.input_ids >= 0
-        input_ids = torch.where(known, inputs.input_ids, self.last_token[inputs.token_rows])
+        input_ids = input_tokens(inputs.input_ids, inputs.token_rows, self.last_token)
         index = inputs.logits_index
-        if self._leaves_tokens_out and last_only and len(index) < len(input_ids):
+        if len(index) == len(input_ids):  # of every token, in order
+            return self.model(input_ids, inputs.positions, StepContext(self.kv_cache, inputs.metadata))
+        if self._leaves_tokens_out and last_only:
             return self.model(input_ids, inputs.positions, StepContext(self.kv_cache, inputs.metadata, index))
         return self.model(input_ids, inputs.positions, StepContext(self.kv_cache, inputs.metadata), index)
 
     def _run_captured(self, inputs: ModelInputs) -> StepTensors:
         """A forward and the likeliest tokens: all that a step of greedy requests takes."""
         logits = self._run(inputs, last_only=True)
-        greedy = logits.argmax(-1)
-        self.last_token[inputs.logits_rows] = greedy
+        greedy = likeliest_tokens(logits, inputs.logits_rows, self.last_token)
         return StepTensors.of(inputs, logits, greedy)
 
 
@@ -188,6 +188,8 @@ class _WantedLogits:
         if not prompts:
             if samples.all():
                 return cls(index=last, sampled=None, of_prompts=False)
+            if counts.max() == 1:  # logits of every token need no index of tokens
+                return cls(index=last, sampled=np.flatnonzero(samples), of_prompts=False)
             # A model always computes at least one row of logits; take one that nobody reads.
             index = last[samples] if samples.any() else last[:1]
             sampled = None if samples.any() else np.empty(0, np.int64)

@@ -1,4 +1,6 @@
-"""The fused operations of a decoder layer: Triton on a GPU, plain torch elsewhere. `reference_fused.py` defines them.
+"""The fused operations of a decoder layer, and of a step's ends: Triton on a GPU, plain torch elsewhere.
+
+`reference_fused.py` defines those of a layer.
 
 Nothing synchronises and the only allocations are the results, so all of them can be captured in a CUDA graph. They are
 for inference: no gradients.
@@ -104,3 +106,23 @@ def restore_output(out: Tensor, transform: KVTransform | None) -> Tensor:
     from hf_paged.kernels.restore_output import restore_output as launch
 
     return launch(out, transform)
+
+
+def input_tokens(input_ids: Tensor, token_rows: Tensor, last_token: Tensor) -> Tensor:
+    """`input_ids` `[T]` int64, where negative the `last_token` of its row; `token_rows` `[T]` int64."""
+    if not input_ids.is_cuda:
+        return torch.where(input_ids >= 0, input_ids, last_token[token_rows])
+    from hf_paged.kernels.step_tokens import input_tokens as launch
+
+    return launch(input_ids, token_rows, last_token)
+
+
+def likeliest_tokens(logits: Tensor, rows: Tensor, last_token: Tensor) -> Tensor:
+    """The argmax `[n]` int64 of logits `[n, V]`, the lowest id on a tie; also written to `last_token[rows]`."""
+    if not logits.is_cuda:
+        likeliest = logits.argmax(-1)
+        last_token[rows] = likeliest
+        return likeliest
+    from hf_paged.kernels.step_tokens import likeliest_tokens as launch
+
+    return launch(logits, rows, last_token)
