@@ -48,6 +48,8 @@ def dataset_text(name: str, split: str = "test") -> str:
         rows = load_dataset(path, config or default, split=split)
     except DatasetsError as error:
         raise ValueError(f"data set {name!r} could not be read: {error}") from error
+    except OSError as error:
+        raise OSError(f"data set {name!r} is not here: {error}; a file of its text will do (--text FILE)") from error
     if "text" not in rows.column_names:
         raise ValueError(f"data set {name!r} has no column 'text'; it has {', '.join(rows.column_names)}")
     return "\n\n".join(rows["text"])

@@ -49,3 +49,15 @@ def smollm2() -> Path:
         if "CI" in os.environ:
             raise
         pytest.skip(f"SmolLM2 cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Llama and its tokenizer; files that want another have a fixture of this name."""
+    from model_zoo import VOCAB, tiny_model  # not for tests that need no Transformers
+    from tiny_tokenizer import tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer(VOCAB).save_pretrained(folder)
+    return folder

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_zoo import VOCAB, tiny_model
+from model_zoo import VOCAB
 from tiny_tokenizer import tiny_tokenizer
 from transformers import T5Config
 from typer.testing import CliRunner, Result
@@ -26,14 +26,6 @@ def refused(result: Result, code: int, message: str) -> None:
     assert isinstance(result.exception, SystemExit), result.exception
     output = " ".join(result.output.split())
     assert result.exit_code == code and message in output, output
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer(VOCAB).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("device", ["gpu", "meta"])

@@ -26,14 +26,6 @@ def run(*arguments: object) -> Result:
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer(VOCAB).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def text_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "text.txt"
     file.write_text(tiny_tokenizer(VOCAB).decode(prompts((LENGTH,), seed=3)[0]), encoding="utf-8")
@@ -206,6 +198,21 @@ def test_a_data_set_is_read_by_name_and_joined_with_blank_lines(tmp_path: Path) 
     (other / "test.jsonl").write_text("{")
     with pytest.raises(ValueError, match="could not be read"):
         dataset_text(str(other))
+
+
+def test_a_data_set_that_cannot_be_fetched_leaves_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, model_path: Path, nothing_loads: None
+) -> None:
+    """Offline, `datasets` gives up after half a minute and says that it could not reach the hub."""
+    datasets = pytest.importorskip("datasets")
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach 'Salesforce/wikitext' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    result = run("perplexity", model_path, "--dataset", "wikitext2")
+    message = " ".join(result.stderr.split())
+    assert result.exit_code == 1 and "reach 'Salesforce/wikitext'" in message and "(--text FILE)" in message
 
 
 def test_without_datasets_a_name_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
