@@ -218,16 +218,16 @@ def _attend(
             rows = row_in_block + n
             k, k_scale = group_tile(k_ptr, k_scale_ptr, block, rows, k_stride, k_scale_stride, dk, n >= 0, K_DIM, K_DOT)
         elif K_BLOCK == K_DIM:
-            k = tl.load(k_tile + k_offset)
+            k = tl.load(k_tile + k_offset, eviction_policy="evict_first")
         else:
-            k = tl.load(k_tile + k_offset, mask=k_mask, other=0.0)
+            k = tl.load(k_tile + k_offset, mask=k_mask, other=0.0, eviction_policy="evict_first")
         if V_INT4:
             rows = row_in_block + n
             v, v_scale = group_tile(v_ptr, v_scale_ptr, block, rows, v_stride, v_scale_stride, dv, n >= 0, V_DIM, V_DOT)
         elif V_BLOCK == V_DIM:
-            v = tl.load(v_tile + v_offset)
+            v = tl.load(v_tile + v_offset, eviction_policy="evict_first")
         else:
-            v = tl.load(v_tile + v_offset, mask=v_mask, other=0.0)
+            v = tl.load(v_tile + v_offset, mask=v_mask, other=0.0, eviction_policy="evict_first")
         if K_SCALED and not K_INT4:
             k_scale = tl.load(k_scale_ptr + (block * k_scale_stride + row_in_block) + n).to(tl.float32)
         if V_SCALED and not V_INT4:

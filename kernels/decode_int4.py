@@ -237,11 +237,11 @@ def _load(
     if gl.uint8 == TYPE:
         GROUPS: gl.constexpr = DIM // 64
         S: gl.constexpr = int4_scale_layout(TILE, GROUPS)
-        words = gl.load(row_words(ptr, block, row, stride, TILE, DIM // 8, L))
+        words = gl.load(row_words(ptr, block, row, stride, TILE, DIM // 8, L), eviction_policy="evict_first")
         scales = gl.load(row_words(scale_ptr, block, row, scale_stride, TILE, GROUPS, S))
     else:
         n = gl.arange(0, TILE, layout=gl.SliceLayout(1, H))
-        words = gl.load(row_words(ptr, block, row, stride, TILE, DIM // 4, L))
+        words = gl.load(row_words(ptr, block, row, stride, TILE, DIM // 4, L), eviction_policy="evict_first")
         scales = gl.load(scale_ptr + (block.to(gl.int64) * scale_stride + row) + n)
     return words, scales
 

@@ -142,8 +142,8 @@ def _attend(
     block = gl.load(table_ptr + begin * TILE // BLOCK_SIZE).to(gl.int64)
     next_block = gl.load(table_ptr + gl.minimum(begin + 1, end - 1) * TILE // BLOCK_SIZE)
     row = kv_head * BLOCK_SIZE + begin * TILE % BLOCK_SIZE
-    k = gl.load(tile_words(k_ptr, k_stride, block, row, K_WORDS, TILE, KL))
-    v = gl.load(tile_words(v_ptr, v_stride, block, row, V_WORDS, TILE, VL))
+    k = gl.load(tile_words(k_ptr, k_stride, block, row, K_WORDS, TILE, KL), eviction_policy="evict_first")
+    v = gl.load(tile_words(v_ptr, v_stride, block, row, V_WORDS, TILE, VL), eviction_policy="evict_first")
     k_scale = gl.full([TILE], 1.0, gl.float16, layout=gl.SliceLayout(1, MMA))
     v_scale = k_scale
     if K_PARTS == 4:
@@ -171,7 +171,9 @@ def _attend(
         after = gl.minimum(tile + 2, end - 1) * TILE  # its block is asked for now: no two latencies in a row
         next_block = gl.load(table_ptr + after // BLOCK_SIZE)
         row = kv_head * BLOCK_SIZE + (tile + 1) * TILE % BLOCK_SIZE
-        k = gl.load(tile_words(k_ptr, k_stride, block, row, K_WORDS, TILE, KL), mask=more)
+        k = gl.load(
+            tile_words(k_ptr, k_stride, block, row, K_WORDS, TILE, KL), mask=more, eviction_policy="evict_first"
+        )
         if K_PARTS == 4:
             k_scale = gl.load(k_scale_ptr + (block * k_scale_stride + row) + n, mask=more)
         scores = scores * q_unit[None, :]
@@ -201,7 +203,9 @@ def _attend(
             probs = probs * (weight * (1.0 / new_unit))[:, None]
         weights = gl.convert_layout(probs.to(V_DOT), gl.DotOperandLayout(1, MMA, 2))
         a0, a1, a2, a3 = _add_values(v, weights, decay, a0, a1, a2, a3, TILE, V_WORDS, RUN, V_TYPE, MMA)
-        v = gl.load(tile_words(v_ptr, v_stride, block, row, V_WORDS, TILE, VL), mask=more)
+        v = gl.load(
+            tile_words(v_ptr, v_stride, block, row, V_WORDS, TILE, VL), mask=more, eviction_policy="evict_first"
+        )
         if V_PARTS == 4:
             v_scale = gl.load(v_scale_ptr + (block * v_scale_stride + row) + n, mask=more)
 

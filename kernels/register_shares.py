@@ -1,4 +1,4 @@
-"""A program's equal share of a decode step for the register kernels: `decode_shares.py` in Gluon, for one warp."""
+"""A program's share of a decode step for the register kernels: `decode_shares.py` in Gluon, for one warp."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 SCAN = gl.constexpr(256)  # sequences looked at in one step
+MANY = gl.constexpr(2**30)  # tiles, more than a sequence has
 
 
 @gluon.jit
@@ -19,6 +20,11 @@ def visible_tiles(seq_len, window, WINDOW: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
+def _tiles_of(seq_lens_ptr, seq, window, WINDOW: gl.constexpr, TILE: gl.constexpr):
+    return visible_tiles(gl.load(seq_lens_ptr + seq), window, WINDOW, TILE)[2]
+
+
+@gluon.jit
 def _add(a, b):
     return a + b
 
@@ -27,23 +33,78 @@ def _add(a, b):
 def share(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW: gl.constexpr, TILE: gl.constexpr, LEAST: gl.constexpr):
     """This program's tiles `[begin, end)` of all, the sequence `begin` lies in, and the tiles (of one head) before it.
 
-    `decode_shares.share` says the same in Triton.
+    `decode_shares.share` says the same in Triton, and why.
     """
+    total, parts, each, living = _cuts(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
+    if parts > 0:
+        begin, end, seq, before = _cut_share(seq_lens_ptr, kv_heads, window, living, parts, each, WINDOW, TILE)
+    else:
+        begin, end, seq, before = _equal_share(seq_lens_ptr, num_seqs, kv_heads, window, total, WINDOW, TILE, LEAST)
+    return begin, end, seq, before
+
+
+@gluon.jit
+def _cuts(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW: gl.constexpr, TILE: gl.constexpr, LEAST: gl.constexpr):
+    """All tiles of one head, `decode_shares.cuts`, and how many sequences have any."""
     L: gl.constexpr = gl.BlockedLayout([SCAN // 32], [32], [1], [0])
     n = gl.arange(0, SCAN, layout=L)
-    units = gl.to_tensor(0)
+    total = gl.to_tensor(0)
+    longest = gl.to_tensor(0)
+    shortest = gl.to_tensor(MANY)
+    living = gl.to_tensor(0)
+    last = gl.to_tensor(0)
     for i in range(0, num_seqs, SCAN):
         seq_len = gl.load(seq_lens_ptr + i + n, mask=i + n < num_seqs, other=0)
-        units += gl.sum(visible_tiles(seq_len, window, WINDOW, TILE)[2], 0)
-    units *= kv_heads
+        tiles = visible_tiles(seq_len, window, WINDOW, TILE)[2]
+        total += gl.sum(tiles, 0)
+        longest = gl.maximum(longest, gl.max(tiles, 0))
+        shortest = gl.minimum(shortest, gl.min(gl.where(tiles > 0, tiles, MANY), 0))
+        living += gl.sum((tiles > 0).to(gl.int32), 0)
+        last = gl.maximum(last, gl.max(gl.where(tiles > 0, i + n + 1, 0), 0))
+    heads = gl.maximum(living * kv_heads, 1)
+    programs = gl.maximum(gl.minimum(gl.num_programs(0), (total * kv_heads + (LEAST - 1)) // LEAST), 1)
+    parts = gl.maximum(gl.minimum(programs // heads, shortest), 1)
+    each = (heads + programs - 1) // programs
+    alike = (living > 0) & (last == living) & ((longest - shortest) * 16 <= longest)
+    alike = alike & (heads * parts * 8 >= programs * each * 5)
+    return total, gl.where(alike, parts, 0), gl.where(alike, each, 1), living
+
+
+@gluon.jit
+def _cut_share(seq_lens_ptr, kv_heads, window, living, parts, each, WINDOW: gl.constexpr, TILE: gl.constexpr):
+    heads = living * kv_heads
+    program = gl.program_id(0)
+    head = gl.minimum(program * each // parts, heads)
+    next_head = gl.minimum((program + 1) * each // parts, heads)
+    seq = gl.minimum(head // kv_heads, living - 1)
+    next_seq = gl.minimum(next_head // kv_heads, living - 1)
+    tiles = _tiles_of(seq_lens_ptr, seq, window, WINDOW, TILE)
+    begin = (head - seq * kv_heads) * tiles + program * each % parts * tiles // parts
+    end = gl.to_tensor(0)
+    for i in range(seq, next_seq):
+        end += _tiles_of(seq_lens_ptr, i, window, WINDOW, TILE) * kv_heads
+    tiles = _tiles_of(seq_lens_ptr, next_seq, window, WINDOW, TILE)
+    end += (next_head - next_seq * kv_heads) * tiles
+    if next_head < heads:
+        end += (program + 1) * each % parts * tiles // parts
+    return begin, end, seq, seq * 0
+
+
+@gluon.jit
+def _equal_share(
+    seq_lens_ptr, num_seqs, kv_heads, window, total, WINDOW: gl.constexpr, TILE: gl.constexpr, LEAST: gl.constexpr
+):
+    L: gl.constexpr = gl.BlockedLayout([SCAN // 32], [32], [1], [0])
+    n = gl.arange(0, SCAN, layout=L)
+    units = total * kv_heads
     program = gl.program_id(0)
     programs = gl.maximum(gl.minimum(gl.num_programs(0), (units + (LEAST - 1)) // LEAST), 1)
     least = units // programs
     begin = gl.minimum(program * least + gl.minimum(program, units % programs), units)
     end = gl.minimum(begin + least + (program < units % programs).to(gl.int32), units)
-    seq = 0
-    before = 0
-    base = 0
+    seq = gl.to_tensor(0)
+    before = gl.to_tensor(0)
+    base = gl.to_tensor(0)
     for i in range(0, num_seqs, SCAN):
         seq_len = gl.load(seq_lens_ptr + i + n, mask=i + n < num_seqs, other=0)
         tiles = visible_tiles(seq_len, window, WINDOW, TILE)[2]

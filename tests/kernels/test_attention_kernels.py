@@ -139,6 +139,21 @@ def test_more_programs_than_tiles_leave_idle_ones_unread() -> None:
         check(run_decode(case, config), definition(case), shape)
 
 
+@pytest.mark.parametrize("programs", [3, 8, 20, 41])
+@pytest.mark.parametrize(
+    "seq_lens",
+    [(77, 70, 80, 65), (77, 70, 80, 65, 0, 0), (77, 0, 80, 65, 70), (517, 0), (513, 560)],
+    ids=["four of five tiles", "then padded rows", "a padded row between", "one", "33 and 35 tiles"],
+)
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "window": 49}], ids=str)
+def test_sequences_of_about_one_length_are_cut_alike(seq_lens: tuple[int, ...], programs: int, options: dict) -> None:
+    """Each head in equal parts, or some whole heads for a program: no tile is lost between, and no part twice."""
+    shape = Shape(q_lens=(1,) * len(seq_lens), seq_lens=seq_lens, group=2, head_dim=16, **options)
+    case = make_case(shape)
+    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=programs, least=1)
+    check(run_decode(case, config), definition(case), shape)
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_more_sequences_than_are_looked_at_in_one_step(whole: bool) -> None:
     """Programs find their place among all sequences 256 at a time."""
