@@ -135,7 +135,7 @@ def random_linear(n: int, g_idx: Tensor, form: Format, generator: torch.Generato
     scales = ((torch.rand((groups, n), **options) * 0.5 + 0.75) / spread / k**0.5).half()
     zeros = torch.full((groups, n), levels // 2, dtype=torch.uint8, device=generator.device)
     if not form.symmetric:
-        zeros = torch.randint(levels // 2 - 1, levels // 2 + 2, (groups, n), dtype=torch.uint8, **options)
+        zeros = torch.randint(levels // 2 - 1, levels // 2 + 1, (groups, n), dtype=torch.uint8, **options)
     awq = form.method == "awq"
     words = (k, n // 8) if awq else (words_for(k, form.bits), n)
     out = {

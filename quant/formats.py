@@ -7,9 +7,7 @@ the natural order, NaN or infinite scales, groups out of range.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,10 +15,7 @@ from torch import Tensor
 from hf_paged.quant import packing
 from hf_paged.quant.layout import Layout, gemv_width
 from hf_paged.quant.weight import QuantizedWeight
-
-logger = logging.getLogger(__name__)
-
-_EVIDENCE_ROWS = 256  # output channels looked at to tell GPTQ's two zero-point conventions apart
+from hf_paged.quant.zero_points import stored_zero_offset
 
 
 def read(name: str, layout: Layout, tensors: Mapping[str, Tensor], *, mask_zeros: bool = True) -> QuantizedWeight:
@@ -66,33 +61,6 @@ def _check_g_idx(name: str, g_idx: Tensor, layout: Layout) -> Tensor | None:
     return g_idx.to(torch.int32)
 
 
-def stored_zero_offset(stored: Tensor, codes: Tensor, group: Tensor, bits: int, label: int) -> int:
-    """What was subtracted from GPTQ zeros before storing: 1 (v1) or 0 (v2), from the data where it is decisive.
-
-    Symmetric files store one constant, the midpoint or the midpoint minus one. Otherwise the weights of a group average
-    to nearly zero, so codes - zero does too, and over thousands of groups the two readings differ by a whole step. With
-    8 bits a step is as small as an ordinary mean, so there, and wherever the evidence is weak, the label decides.
-
-    Args: stored `[groups, N]` as in the file, codes `[N, K]`, group `[K]` int64 (group of each channel).
-    """
-    middle = 2 ** (bits - 1)
-    low, high = int(stored.min()), int(stored.max())
-    if low == high and low in (middle - 1, middle):
-        return middle - low
-    if bits == 8:
-        return label
-    rows = slice(0, _EVIDENCE_ROWS)
-    groups = stored.shape[0]
-    total = torch.zeros((groups, codes[rows].shape[0]), device=codes.device)
-    mean = total.index_add_(0, group, codes[rows].float().t()) / torch.bincount(group, minlength=groups)[:, None]
-    residual = {offset: mean - ((stored[:, rows].int() + offset) % 2**bits).float() for offset in (0, 1)}
-    away = {offset: abs(float(value.mean())) for offset, value in residual.items()}
-    uncertain = max(float(value.std()) for value in residual.values()) / total.numel() ** 0.5
-    near, far = sorted(away, key=lambda offset: away[offset])
-    decisive = away[near] < 0.25 and away[far] > 0.6 and uncertain < 0.05  # ten standard errors to the nearer bound
-    return near if decisive else label
-
-
 def _read_gptq(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
     unpack = packing.unpack_planar if layout.kind == "gptq_p" else packing.unpack_words
     codes = unpack(tensors["qweight"].t().contiguous(), layout.bits, layout.in_features)
@@ -107,27 +75,13 @@ def _read_gptq(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_ze
         )
         offset = layout.zero_offset
         if layout.kind == "gptq":
-            offset = stored_zero_offset(stored, codes, group, layout.bits, layout.zero_offset)
-        if offset != layout.zero_offset:
-            _report_label(layout.zero_offset, offset)
+            offset = stored_zero_offset(stored, codes, group, layout)
         if not mask_zeros:
             zeros = stored.to(torch.int16) + offset
         else:
             zeros = (stored + offset) & (2**layout.bits - 1)
             zeros = _none_if_symmetric(zeros, layout.bits)
     return _weight(layout, codes, tensors["scales"], zeros, g_idx)
-
-
-@cache
-def _report_label(label: int, found: int) -> None:
-    """Once per process: a lying label concerns every layer of a file."""
-    logger.warning(
-        "the label says GPTQ %s zero points, the data holds %s; the data is followed", *map(_version, (label, found))
-    )
-
-
-def _version(offset: int) -> str:
-    return "v1 (zero - 1)" if offset else "v2 (zero)"
 
 
 def _write_gptq(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:

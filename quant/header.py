@@ -48,15 +48,15 @@ class Header:
     specs: Mapping[str, TensorSpec]
     files: Mapping[str, str]  # tensor name -> file
 
-    def load(self, name: str) -> Tensor:
-        """Read one (small) tensor to the CPU."""
+    def load(self, name: str, *, columns: int | None = None) -> Tensor:
+        """Read one (small) tensor to the CPU, or the first columns of a matrix."""
         file = self.files[name]
         if file.endswith(".safetensors"):
             with safe_open(file, framework="pt", device="cpu") as opened:
-                tensor: Tensor = opened.get_tensor(name)
+                tensor: Tensor = opened.get_tensor(name) if columns is None else opened.get_slice(name)[:, :columns]
                 return tensor
         loaded: Tensor = torch.load(file, map_location="cpu", mmap=True, weights_only=True)[name]
-        return loaded
+        return loaded if columns is None else loaded[:, :columns]
 
 
 def read_header(files: Iterable[str], *, allow_bin: bool = False) -> Header:

@@ -83,6 +83,7 @@ class Layout:
     group_size: int
     zero_offset: int  # GPTQ only: what the label says; the data may overrule it at reading
     tensors: Mapping[str, TensorSpec]
+    stored_offset: int | None = None  # GPTQ only: what all layers of the file say together, where that is clear
 
     @property
     def groups(self) -> int:

@@ -33,6 +33,7 @@ from hf_paged.quant.layout import Layout
 from hf_paged.quant.linear import PackedLinear
 from hf_paged.quant.mapped_files import MappedFiles
 from hf_paged.quant.plan import Plan, Planner, refuse_problems
+from hf_paged.quant.scaled_activation import ScaledActivation
 from hf_paged.quant.sidecar import second_label
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,9 @@ class CheckpointLoader(HfQuantizer):
             for name, experts in plan.experts.items():
                 stacks = {key: _stack(layout, experts.experts) for key, layout in experts.layouts.items()}
                 model.set_submodule(name, PackedExperts(model.get_submodule(name), stacks))
+            for name, scales in plan.activations.items():
+                scaled = ScaledActivation(model.get_submodule(name), scales.shape[0], torch_dtype(scales.dtype))
+                model.set_submodule(name, scaled)
         _mark_initialized(model, [*plan.linears, *plan.experts])
         self._untie(model)
         self._keep_scales(model, header)

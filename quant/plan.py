@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,6 +24,7 @@ from hf_paged.quant.fp8 import FP8_SUFFIXES, Fp8Layout, identify_fp8
 from hf_paged.quant.header import Header
 from hf_paged.quant.kv_scales import is_kv_scale
 from hf_paged.quant.layout import FLOATS, PACKED_SUFFIXES, REMEDY, Layout, TensorSpec, identify
+from hf_paged.quant.zero_points import common_offset
 
 _SHOWN = 8  # problems listed in one error
 _ACTIVATIONS = ("input_scale", "input_zero_point")  # beside integer weights: activations stay in 16 bits
@@ -50,6 +51,7 @@ class ExpertsPlan:
 class Plan:
     linears: dict[str, LinearPlan] = field(default_factory=dict)
     experts: dict[str, ExpertsPlan] = field(default_factory=dict)
+    activations: dict[str, TensorSpec] = field(default_factory=dict)  # those that AWQ scales, with their scales
     kv_scales: dict[str, str] = field(default_factory=dict)  # model name -> tensor in the file
     kept: dict[str, str] = field(default_factory=dict)  # likewise, what integer weights do not need: written back
     unused: list[str] = field(default_factory=list)  # model names of file tensors that are rightly left out
@@ -67,6 +69,7 @@ class Planner:
         conversions = get_model_conversion_mapping(model)
         self.renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self.converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        self.gptq: dict[str, Layout] = {}  # by the module's name in the file
         self.file_name: dict[str, str] = {}  # model name -> name in the file, for the tensors of quantized modules
 
     def make(self) -> Plan:
@@ -83,7 +86,21 @@ class Planner:
             self._attempt(self._plan_experts, name, projections)
         self._check_plain(plain, planned={*quantized, *experts})
         refuse_problems("loaded", self.problems)
+        self._settle_zero_points()
         return self.plan
+
+    def _settle_zero_points(self) -> None:
+        """Tell every GPTQ layer what all of them together say about their zero points."""
+        offset = common_offset(self.header, self.gptq)
+
+        def settled(layout: Layout | Fp8Layout) -> Layout | Fp8Layout:
+            return replace(layout, stored_offset=offset) if isinstance(layout, Layout) else layout
+
+        for name, linear in self.plan.linears.items():
+            self.plan.linears[name] = replace(linear, layout=settled(linear.layout))
+        for name, experts in self.plan.experts.items():
+            layouts = {projection: settled(layout) for projection, layout in experts.layouts.items()}
+            self.plan.experts[name] = replace(experts, layouts=layouts)
 
     def _attempt(self, step: object, *arguments: object) -> None:
         assert callable(step)
@@ -141,6 +158,9 @@ class Planner:
                 return
             suffix, spec = next(iter(found.items()))
             raise ValueError(f"tensor {name}.{suffix} ({spec}) belongs to no module of {type(self.model).__name__}")
+        if found.keys() == {"scales"} and not list(module.parameters()):
+            self._plan_activation(name, found["scales"])
+            return
         shape = _linear_shape(module)
         if shape is None:
             suffix, spec = next(iter(found.items()))
@@ -155,6 +175,16 @@ class Planner:
             raise ValueError(f"tensor {name}.bias is missing: expected [{shape[1]}]")
         self.plan.linears[name] = LinearPlan(layout=layout, bias=keep)
 
+    def _plan_activation(self, name: str, spec: TensorSpec) -> None:
+        siblings = self.modules[name.rpartition(".")[0]].children()
+        widths = {shape[0] for shape in map(_linear_shape, siblings) if shape is not None}
+        if spec.dtype not in FLOATS or spec.shape not in {(width,) for width in widths}:
+            raise ValueError(
+                f"tensor {name}.scales: expected {' or '.join(FLOATS)}, one for each input of the linear behind the "
+                f"activation ({sorted(widths)}), found {spec}"
+            )
+        self.plan.activations[name] = spec
+
     def _layout(self, name: str, found: Mapping[str, TensorSpec], k: int, n: int) -> Layout | Fp8Layout:
         config, label_name = self.config, self._label_name(name, found)
         if found.get("weight", TensorSpec(dtype="", shape=())).dtype.startswith("F8"):
@@ -164,7 +194,10 @@ class Planner:
             if found.get(suffix) is not None:
                 self.plan.kept[f"{name}.{suffix}"] = self.file_name[f"{name}.{suffix}"]
         weights = {suffix: spec for suffix, spec in found.items() if suffix not in _ACTIVATIONS}
-        return identify(name, weights, k, n, config.label(label_name))
+        layout = identify(name, weights, k, n, config.label(label_name))
+        if layout.kind == "gptq":
+            self.gptq[label_name] = layout
+        return layout
 
     def _label_name(self, name: str, found: Mapping[str, TensorSpec]) -> str:
         """The module's name in the file, which is what the config's rules speak of."""

@@ -9,10 +9,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hf_paged.kernels.packed_weight import pack_codes, unpack_codes
-from hf_paged.quant.formats import read, stored_zero_offset, write
-from hf_paged.quant.layout import Label, TensorSpec, identify
+from hf_paged.quant.formats import read, write
+from hf_paged.quant.layout import Label, Layout, TensorSpec, identify
 from hf_paged.quant.pack import pack, unpack
 from hf_paged.quant.weight import dequantize
+from hf_paged.quant.zero_points import stored_zero_offset
 
 _NAMES = {
     torch.int32: "I32",
@@ -135,10 +136,17 @@ def test_asymmetric_zero_points_overrule_a_lying_label_only_when_the_data_is_cle
     group = torch.arange(4096) // 128
     v2 = zeros.t().expand(32, 64).to(torch.uint8)
     v1, unclear = v2 - 1, v2 + 4
-    found = [[stored_zero_offset(stored, codes, group, 4, label) for label in (0, 1)] for stored in (v1, v2, unclear)]
-    assert found == [[1, 1], [0, 0], [0, 1]]
+
+    def found(stored: Tensor, codes: Tensor, group: Tensor) -> list[int]:
+        shape = {"in_features": codes.shape[1], "out_features": codes.shape[0], "group_size": 128, "bits": 4}
+        return [
+            stored_zero_offset(stored, codes, group, Layout(kind="gptq", zero_offset=label, tensors={}, **shape))
+            for label in (0, 1)
+        ]
+
+    assert [found(stored, codes, group) for stored in (v1, v2, unclear)] == [[1, 1], [0, 0], [0, 1]]
     noise = torch.randint(0, 16, (32, 64), generator=generator, dtype=torch.uint8)  # says nothing about the codes
-    assert [stored_zero_offset(noise[:2, :8], codes[:8], group // 16, 4, label) for label in (0, 1)] == [0, 1]
+    assert found(noise[:2, :8], codes[:8], group // 16) == [0, 1]
 
 
 def test_a_wrapped_zero_is_read_masked() -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import modeling_utils
 
+from hf_paged import LLM, SamplingParams
 from hf_paged.quant import registry
 from hf_paged.quant.config import GPTQConfig
 from hf_paged.quant.linear import PackedLinear
@@ -314,3 +315,37 @@ def test_methods_that_are_not_ours_go_to_transformers_own_loaders(tmp_path: Path
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=rf"quant_method='{unknown}' is not allowed; allowed: .*gptq"):
             load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "act", "behind"),
+    [("gpt_neox", "mlp.act", "mlp.dense_4h_to_h"), ("starcoder2", "mlp.act", "mlp.c_proj")],
+)
+def test_activations_that_autoawq_scales_are_divided(family: str, act: str, behind: str, tmp_path: Path) -> None:
+    """casperhansen/falcon-7b-awq: without `act.scales` its MLPs compute something else; transformers 29421."""
+    model = tiny_model(family)
+    plain = dict(model.state_dict())
+    extra = {}
+    for name in [name for name in plain if name.endswith(f"{behind}.weight")]:
+        scales = torch.linspace(0.5, 2.0, plain[name].shape[1])
+        plain[name] *= scales  # the input that it expects is divided by them
+        extra[name.replace(f"{behind}.weight", f"{act}.scales")] = scales.half().float()
+    model.load_state_dict(plain)
+    truth = write_model(model, tmp_path, Cell(kind="awq_gemm"), extra=extra)
+    state = truth.state_dict()
+    for name, scales in extra.items():  # the truth has no such activation: the linear behind it divides
+        state[name.replace(f"{act}.scales", f"{behind}.weight")] /= scales
+    truth.load_state_dict(state)
+    loaded = load(tmp_path)
+    assert logit_error(loaded, truth) < EXACT
+    prompt = [5, 6, 7, 8, 9]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
+    ours = LLM(loaded, num_blocks=8).generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+    dense = truth.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+    assert list(ours) == dense[0, len(prompt) :].tolist()
+    loaded.save_pretrained(tmp_path / "again")
+    assert logit_error(load(tmp_path / "again"), truth) < EXACT
+    scales = {f"{next(iter(extra))}": torch.ones(3)}
+    save_file({**load_file(tmp_path / "model.safetensors"), **scales}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"act\.scales: expected .* one for each input of the linear behind"):
+        load(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_zoo import tiny_model
-from quant_files import Cell, pack_linear, quantize, random_integers, write_model
+from quant_files import (
+    EXACT,
+    Cell,
+    config_of,
+    load,
+    logit_error,
+    pack_linear,
+    quantize,
+    random_integers,
+    write_model,
+)
 from transformers import AutoModelForCausalLM
 
 import hf_paged.quant.config
@@ -114,3 +125,34 @@ def test_a_gemma_with_a_head_of_its_own_or_none(tied: bool, head: bool, tmp_path
     with torch.no_grad():
         expected = truth(INPUT).logits
         assert float((loaded(INPUT).logits - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_label_that_lies_about_asymmetric_zeros_is_overruled_by_all_layers_together(
+    bits: int, version: int, tmp_path: Path
+) -> None:
+    """vllm PR 38966 without symmetry: one small layer has too few groups to tell, the layers of a file have enough."""
+    cell = Cell(bits=bits, version=version, group_size=-1, act_order=True)
+    lie = {**config_of(cell), "checkpoint_format": "gptq_v2" if version == 1 else "gptq"}
+    truth = write_model(tiny_model("llama"), tmp_path, cell, config=lie)
+    loaded = load(tmp_path)
+    assert logit_error(loaded, truth) < EXACT
+    loaded.save_pretrained(tmp_path / "again")
+    assert logit_error(load(tmp_path / "again"), truth) < EXACT  # its words now follow its label
+
+
+def test_a_label_that_only_seems_to_lie_is_followed_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With 8 bits a step is small: 2,700 groups hint at it, and settle it no more than the label does."""
+    cell = Cell(bits=8, version=1)
+    write_model(tiny_model("llama"), tmp_path, cell, config={**config_of(cell), "checkpoint_format": "gptq_v2"})
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path)
+    assert (
+        "the label says GPTQ v2 (zero) zero points, which is followed, but the data looks more like v1" in caplog.text
+    )
+    caplog.clear()
+    write_model(tiny_model("llama"), tmp_path, cell)
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path)
+    assert "zero points" not in caplog.text
