@@ -21,28 +21,82 @@ def plot_perplexity(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    models, formats = (list(dict.fromkeys(row[name] for row in rows)) for name in ("model", "kv_cache_dtype"))
+    models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(4.2 * len(models) + 1.6, 3.6), layout="constrained")
     panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
     for panel, model in zip(panels, models, strict=True):
         for row in rows:
             if row["model"] == model:
-                name = row["kv_cache_dtype"]
-                is_naive = row["kv_scales"] == "off" and name != "auto"
-                panel.errorbar(
-                    row["bytes_per_token"], 100 * row["change"], 100 * row["change_stderr"], fmt="o", capsize=3,
-                    color=f"C{formats.index(name)}", markerfacecolor="none" if is_naive else None,
-                    label=f"{name} naive" if is_naive else name,
-                )  # fmt: skip
+                change, stderr = 100 * row["change"], 100 * row["change_stderr"]
+                panel.errorbar(row["bytes_per_token"], change, stderr, **_style(row, rows))
         panel.axhline(0, color="0.7", linewidth=0.8)
         panel.set_yscale("symlog", linthresh=0.1)
         panel.set_title(Path(model).name, fontsize=10)
         panel.set_xlabel("KV bytes per token")
     panels[0].set_ylabel("change of perplexity, %")
-    named = (zip(*reversed(panel.get_legend_handles_labels()), strict=True) for panel in panels)
-    handles = dict(pair for pairs in named for pair in pairs)  # no panel need have all
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
+    _add_legend(figure, panels)
     figure.savefig(file, dpi=_DPI)
+
+
+def plot_divergence(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Mean KL divergence, with a line up to that of 99% of the tokens, and the share of other top-1 tokens, against
+    bytes per token; `rows` as in the JSON of the command. A format has one colour; hollow is naive.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for row in rows:
+        size, upwards = row["bytes_per_token"], [[0.0], [max(row["p99_kl"] - row["mean_kl"], 0.0)]]
+        panels[0].errorbar(size, row["mean_kl"], upwards, **_style(row, rows))
+        panels[1].errorbar(size, 100 * (1 - row["top1_agreement"]), **_style(row, rows))
+    panels[0].set_yscale("log")
+    panels[0].set_ylabel("KL divergence, nats: mean to 99%")
+    panels[1].set_ylim(bottom=0)
+    panels[1].set_ylabel("other top-1 tokens, %")
+    for panel in panels:
+        panel.set_xlabel("KV bytes per token")
+    _add_legend(figure, panels[:1])
+    figure.savefig(file, dpi=_DPI)
+
+
+def plot_tasks(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """The value of every metric by KV cache, with its standard error; `rows` as in the JSON of the command."""
+    from matplotlib.figure import Figure
+
+    names = [f"{row['task']}\n{row['metric']}" for row in rows]
+    titles, caches = list(dict.fromkeys(names)), list(dict.fromkeys(row["kv_cache"] for row in rows))
+    figure = Figure(figsize=(1.6 + 2.4 * len(titles), 1.4 + 0.3 * len(caches)), layout="constrained")
+    panels = figure.subplots(1, len(titles), squeeze=False, sharey=True)[0]
+    for name, row in zip(names, rows, strict=True):
+        place = caches.index(row["kv_cache"])
+        panels[titles.index(name)].errorbar(row["value"], place, xerr=row["stderr"], fmt="o", capsize=3, color="C0")
+    for panel, title in zip(panels, titles, strict=True):
+        panel.set_title(title, fontsize=9)
+    panels[0].set_yticks(range(len(caches)), caches, fontsize=8)
+    panels[0].set_ylim(len(caches) - 0.5, -0.5)
+    figure.savefig(file, dpi=_DPI)
+
+
+def _style(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How the cache of a row looks among those of `rows`."""
+    name = row["kv_cache_dtype"]
+    formats = list(dict.fromkeys(other["kv_cache_dtype"] for other in rows))
+    is_naive = row["kv_scales"] == "off" and name != "auto"
+    return {
+        "fmt": "o",
+        "capsize": 3,
+        "color": f"C{formats.index(name)}",
+        "markerfacecolor": "none" if is_naive else None,
+        "label": f"{name} naive" if is_naive else name,
+    }
+
+
+def _add_legend(figure: Any, panels: Any) -> None:
+    """One for all panels, none of which need have all."""
+    named = (zip(*reversed(panel.get_legend_handles_labels()), strict=True) for panel in panels)
+    handles = dict(pair for pairs in named for pair in pairs)
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
 
 
 def plot_throughput(rows: Sequence[Mapping[str, Any]], file: Path) -> None:

@@ -161,6 +161,7 @@ def divergence(
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
     as_json: cli.JSONOutput = False,
+    plot: support.PlotFile = None,
 ) -> None:
     """KL divergence, top-1 agreement and worst tokens of KV formats.
 
@@ -169,6 +170,7 @@ def divergence(
     options = support.engine_options(block_size, kv_scales, kv_error_budget)
     caches = support.caches_of(support.formats_of(kv_cache_dtype, default="fp8,int8"), naive)
     support.check_source(text, dataset)
+    support.check_plot(plot)
     from hf_paged.eval.divergence import measure_divergence
     from hf_paged.eval.texts import check_windows, context_of, token_ids_of, windows_of
 
@@ -185,16 +187,19 @@ def divergence(
             progress=progress, **options,
         )  # fmt: skip
     source = str(text) if text is not None else str(dataset)
+    rows = [result.as_dict() for result in results]
     if as_json:
-        rows = [result.as_dict() for result in results]
-        print(
-            json.dumps({"model": model, "text": source, "window": window, "stride": stride or window, "results": rows})
-        )
-        return
-    scored = f"{results[0].num_tokens:,} tokens scored in windows of {window:,}, stride {stride or window:,}"
-    reference = f"perplexity over 16-bit pages {results[0].reference_perplexity:.4f}"
-    _print_divergence(f"{model} on {source}: {scored}; {reference}", results)
-    _print_worst(results, ids, tokenizer)
+        facts = {"model": model, "text": source, "window": window, "stride": stride or window}
+        print(json.dumps({**facts, "results": rows}))
+    else:
+        scored = f"{results[0].num_tokens:,} tokens scored in windows of {window:,}, stride {stride or window:,}"
+        reference = f"perplexity over 16-bit pages {results[0].reference_perplexity:.4f}"
+        _print_divergence(f"{model} on {source}: {scored}; {reference}", results)
+        _print_worst(results, ids, tokenizer)
+    if plot is not None:  # last: a picture that fails costs no result
+        from hf_paged.eval.plots import plot_divergence
+
+        plot_divergence(rows, plot)
 
 
 def _print_divergence(title: str, results: list[Divergence]) -> None:

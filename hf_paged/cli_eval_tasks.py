@@ -32,10 +32,12 @@ def tasks(
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
     as_json: cli.JSONOutput = False,
+    plot: support.PlotFile = None,
 ) -> None:
     """Accuracy and other metrics of lm-eval tasks for several KV formats."""
     options = support.engine_options(block_size, kv_scales, kv_error_budget)
     caches = support.caches_of(support.formats_of(kv_cache_dtype, default="auto,int8"), naive)
+    support.check_plot(plot)
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -63,8 +65,16 @@ def tasks(
     rows = [row for cache in caches for row in rows_of(cache)]
     if as_json:
         print(json.dumps({"model": model, "limit": limit, "results": rows}))
-        return
-    table = Table(title=f"{model}: lm-eval {lm_eval.__version__}", title_justify="left")
+    else:
+        _print(f"{model}: lm-eval {lm_eval.__version__}", rows)
+    if plot is not None:  # last: a picture that fails costs no result
+        from hf_paged.eval.plots import plot_tasks
+
+        plot_tasks(rows, plot)
+
+
+def _print(title: str, rows: list[dict[str, Any]]) -> None:
+    table = Table(title=title, title_justify="left")
     for column in ("task", "metric", "KV", "bytes/token", "value"):
         table.add_column(column, justify="right" if column in ("bytes/token", "value") else "left", overflow="fold")
     for row in sorted(rows, key=lambda row: (row["task"], row["metric"])):

@@ -125,9 +125,12 @@ def test_perplexity_and_divergence_print_tables_that_state_their_windows(model_p
     assert "worst tokens" in words
 
 
-def test_divergence_writes_its_worst_tokens_into_json(model_path: Path, text_path: Path) -> None:
-    result = run("divergence", model_path, "--text", text_path, "--window", 64, "--worst", 2, "--json")
+def test_divergence_writes_its_worst_tokens_into_json(model_path: Path, text_path: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    options = ("--text", text_path, "--window", 64, "--worst", 2)
+    result = run("divergence", model_path, *options, "--json", "--plot", plot)
     assert result.exit_code == 0, result.stderr
+    assert "<svg" in plot.read_text()
     rows = json.loads(result.stdout)["results"]
     assert [row["kv_cache_dtype"] for row in rows] == ["fp8", "int8"]
     assert all(len(row["worst"]) == 2 and row["mean_kl"] > 0 for row in rows)

@@ -146,10 +146,12 @@ def test_what_the_engine_does_not_do_is_refused_not_dropped() -> None:
         PagedLM(_model(), tiny_tokenizer(VOCAB), frobnicate=1)
 
 
-def test_the_command_prints_every_metric_of_every_format(folder: Path) -> None:
+def test_the_command_prints_every_metric_of_every_format(folder: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
     options = ("--tasks", "tiny_choice,tiny_write", "--include-path", folder, "--kv-cache-dtype", "auto,int8")
-    result = run("tasks", folder / "model", *options, "--json")
+    result = run("tasks", folder / "model", *options, "--json", "--plot", plot)
     assert result.exit_code == 0, result.stderr
+    assert "<svg" in plot.read_text()
     rows = json.loads(result.stdout.splitlines()[-1])["results"]
     metrics = [(row["kv_cache"], row["task"], row["metric"]) for row in rows]
     expected = [("tiny_choice", "acc"), ("tiny_choice", "acc_norm"), ("tiny_write", "exact_match")]
