@@ -18,7 +18,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 MUTATIONS = 200
-CELLS = (Cell(act_order=True), Cell(kind="awq_gemm"), Cell(kind="compressed", bits=8))
+CELLS = (
+    Cell(act_order=True),
+    Cell(kind="awq_gemm"),
+    Cell(kind="compressed", bits=8),
+    Cell(kind="int8", bits=8),
+    Cell(kind="compressed", unpacked_zeros=True, act_order=True),
+)
 
 
 class File:
@@ -106,7 +112,7 @@ CHANGES: tuple[Callable[[File, random.Random], bytes], ...] = (
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     made = []
     for cell in CELLS:
-        folder = tmp_path_factory.mktemp(cell.kind)
+        folder = tmp_path_factory.mktemp(str(cell))
         write_model(tiny_model("llama", num_hidden_layers=1), folder, cell)
         made.append(folder)
     return made
@@ -134,7 +140,9 @@ def test_random_damage_is_named_or_loads_what_the_file_says(part: int, folders: 
         again = load_file(tmp_path / "again" / "model.safetensors")
         for name, value in stored.items():
             if name in again and (
-                name.endswith(("qweight", "weight_packed", "scales", "weight_scale", "embed_tokens.weight"))
+                name.endswith(
+                    ("qweight", "weight_packed", "scales", "weight_scale", "proj.weight", "embed_tokens.weight")
+                )
             ):
                 assert torch.equal(value, again[name].to(value.dtype)), (change.__name__, name)
         with torch.no_grad():
