@@ -9,7 +9,7 @@
 Calls of a captured graph rotate over as many copies of the weight as exceed the L2 cache four times; a figure is the
 median over replays. The roof is max(bytes / read bandwidth, FLOPs / measured matrix rate), where bytes are the packed
 weight, its scales and zeros, and the activations in and out, each once. "Ours" is the product as a layer calls it.
-Prints a table with the launch that was chosen (tokens x outputs of a tile, programs), then one JSON line per row.
+Prints a table with the launch that was chosen (tokens x outputs of a tile, programs), then one JSON line.
 """
 
 from __future__ import annotations
@@ -215,8 +215,7 @@ def main() -> None:
         n, k = (int(size) for size in shape.split("x"))
         rows += bench_shape(n, k, args, bandwidth, rate)
         torch.cuda.empty_cache()
-    for row in rows:
-        print(json.dumps(row | {"read_tb_s": bandwidth / 1e12, "tflop_s": rate / 1e12}))
+    print(json.dumps({"read_tb_s": bandwidth / 1e12, "tflop_s": rate / 1e12, "rows": rows}))
 
 
 if __name__ == "__main__":

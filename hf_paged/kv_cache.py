@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_paged.config import parse_kv_cache_dtype
 from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.kernels.layout import UINT4, GroupPages, LayerKV, Pages, PlainPages, ScaledPages, num_groups
+from hf_paged.kernels.on_device import cuda_capability
 from hf_paged.layer_probe import LayerSpec
 
 _ALIGN = 128  # bytes; one cache line, and what bulk copies need
@@ -67,7 +68,7 @@ def layer_formats(
 def _check_device(spec: LayerSpec, chosen: LayerFormat) -> None:
     if torch.float8_e4m3fn not in (chosen.k_codes, chosen.v_codes) or spec.device.type != "cuda":
         return
-    if torch.cuda.get_device_capability(spec.device) < (8, 9):
+    if cuda_capability(spec.device) < (8, 9):
         name = torch.cuda.get_device_name(spec.device)
         raise ValueError(f'kv_cache_dtype "fp8" needs a GPU with fp8 (sm89 or newer); {name} has none: use "int8"')
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_paged.kernels import decode_int4, decode_registers
 from hf_paged.kernels.layout import LayerKV, PlainPages
+from hf_paged.kernels.on_device import cuda_capability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int
     """Tile and programs from what a captured graph fixes: what the GPU holds at once, or as many as there is work."""
     k, v = layer.k.tensor, layer.v.tensor
     kv_heads, sms = k.shape[1], _num_sms(query.device)
-    overlap = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 9
+    overlap = query.is_cuda and cuda_capability(query.device)[0] >= 9
     tile = min(layer.block_size, 64 if k.shape[3] * k.element_size() <= 256 else 32)
     num_warps = 2 if tile <= 32 else 4
     stage = tile * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())

@@ -44,6 +44,7 @@ from hf_paged.kernels.int4_tiles import (
     value_operands,
 )
 from hf_paged.kernels.layout import GroupPages, LayerKV, PlainPages
+from hf_paged.kernels.on_device import cuda_capability
 from hf_paged.kernels.register_tiles import (
     INT8_BIAS,
     k_codes,
@@ -310,7 +311,7 @@ def fits(query: Tensor, layer: LayerKV) -> bool:
     capability = (8, 9) if any(pages.tensor.dtype == torch.float8_e4m3fn for pages in sides) else (8, 0)
     return (
         query.is_cuda
-        and torch.cuda.get_device_capability(query.device) >= capability
+        and cuda_capability(query.device) >= capability
         and query.dtype != torch.float32
         and all(pages.head_dim in (64, 128) for pages in sides)
         and query.shape[1] // layer.k.tensor.shape[1] <= 8

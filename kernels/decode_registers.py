@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from hf_paged.kernels.decode_int4 import attend_int4
 from hf_paged.kernels.layout import GroupPages, LayerKV
+from hf_paged.kernels.on_device import cuda_capability
 from hf_paged.kernels.register_shares import share, visible_tiles
 from hf_paged.kernels.register_tiles import (
     INT8_BIAS,
@@ -350,7 +351,7 @@ def fits(query: Tensor, layer: LayerKV) -> bool:
     capability = (8, 9) if torch.float8_e4m3fn in (k.dtype, v.dtype) else (8, 0)
     return (
         query.is_cuda
-        and torch.cuda.get_device_capability(query.device) >= capability
+        and cuda_capability(query.device) >= capability
         and not any(isinstance(pages, GroupPages) for pages in (layer.k, layer.v))
         and query.dtype != torch.float32
         and all(x.dtype != torch.float32 and x.shape[3] in (64, 128, 256) for x in (k, v))

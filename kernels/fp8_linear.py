@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels.layout import FP8_MAX
+from hf_paged.kernels.on_device import cuda_capability
 
 E4M3 = torch.float8_e4m3fn
 
@@ -97,7 +98,7 @@ def _biased(out: Tensor, bias: Tensor | None) -> Tensor:
 
 def _weight_only(x: Tensor, weight: Fp8Weight, bias: Tensor | None, locks: Tensor) -> Tensor:
     """16-bit activations: one kernel that reads the codes once for few rows, dequantize and cuBLAS for many."""
-    if torch.cuda.get_device_capability(x.device) < (8, 9):  # Triton has no e4m3 below
+    if cuda_capability(x.device) < (8, 9):  # Triton has no e4m3 below
         return torch.nn.functional.linear(x, dequantize_fp8(weight, x.dtype), bias)
     from hf_paged.kernels.fp8_gemm import BLOCK_K, fp8_dequantize, fp8_gemm
     from hf_paged.kernels.packed_linear import MAX_FUSED_ROWS, multiprocessors
@@ -123,5 +124,5 @@ def quantizes_activations(x: Tensor, weight: Fp8Weight) -> bool:
         and (weight.block[0] == 1 or weight.block[0] >= n)
         and n % 16 == 0
         and k % 16 == 0
-        and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        and cuda_capability(x.device) >= (8, 9)
     )

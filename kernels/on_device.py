@@ -1,4 +1,4 @@
-"""Triton launches on the GPU that holds their operands.
+"""Triton launches on the GPU that holds their operands, and what that GPU can do.
 
 torch launches on the device of its operands, Triton on the current one: a model on cuda:1 would have its kernels on
 cuda:0, where its memory is foreign or not to be read at all.
@@ -15,6 +15,13 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def cuda_capability(device: torch.device | int) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU, (0, 0) of any other: ROCm says (9, 4) for gfx942, which has neither the
+    instructions nor the fp8 of a Hopper.
+    """
+    return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
 
 
 def on_device(launcher: Callable[P, R]) -> Callable[P, R]:

@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hf_paged.kernels.on_device import cuda_capability
+
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
@@ -35,4 +37,4 @@ def overlap(tensor: Tensor) -> dict[str, bool]:
 
 @cache
 def _can_overlap(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    return cuda_capability(device)[0] >= 9

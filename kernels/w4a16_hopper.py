@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hf_paged.kernels.cuda_kernel import CudaKernel, TensorMap, nvrtc
 from hf_paged.kernels.gather_channels import gather_channels
+from hf_paged.kernels.on_device import cuda_capability
 from hf_paged.kernels.packed_weight import PackedWeight
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,6 @@ def fits_hopper(x: Tensor, weight: PackedWeight) -> bool:
     group, k = weight.group_size, weight.in_features
     return (
         x.is_cuda
-        and torch.version.hip is None
         and _is_usable(x.device.index)
         and x.dtype in (torch.float16, torch.bfloat16)
         and weight.field_bits == 4
@@ -205,7 +205,7 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Te
 @cache
 def _is_usable(device: int) -> bool:
     """A Hopper GPU, and the compiler."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
+    if cuda_capability(device) != (9, 0):
         return False
     try:
         nvrtc()

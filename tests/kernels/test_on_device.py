@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from hf_paged.kernels import on_device as module
-from hf_paged.kernels.on_device import on_device
+from hf_paged.kernels.on_device import cuda_capability, on_device
 
 
 def test_a_launcher_runs_with_the_device_of_its_first_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +75,19 @@ def test_a_kernel_of_another_gpu_s_tensors_gives_their_result() -> None:
     result = rms_norm(x, RMSNorm(weight=torch.ones(256, device="cuda:1"), eps=1e-6, offset=0.0, cast_first=True))
     torch.testing.assert_close(result, torch.nn.functional.rms_norm(x, (256,), eps=1e-6))
     assert torch.cuda.current_device() == 0
+
+
+def test_a_gpu_of_another_maker_is_not_taken_for_a_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm's gfx942 says (9, 4): it would get NVIDIA's instructions. Nobody asks torch directly."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
+    assert cuda_capability(0) == (9, 4)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert cuda_capability(0) == (0, 0)
+    package = Path(module.__file__).parent.parent
+    asking = {
+        file.name
+        for folder in (package, package / "kernels", package / "quant")
+        for file in folder.glob("*.py")
+        if "get_device_capability" in file.read_text()
+    }
+    assert asking == {"on_device.py"}
