@@ -37,9 +37,9 @@ class _Job:
 class LLM:
     """A model behind a paged, quantized KV cache with continuous batching.
 
-    Calls of several threads are served one after the other. Weights may be written in place between calls; cached
-    prefixes are forgotten then. Writes through `.data` show only in bf16 weights on a CPU: after them, call
-    `llm.engine.scheduler.reset_prefix_cache()`.
+    Calls of several threads are served one after the other; while a stream is open, other calls raise RuntimeError, on
+    other threads too. Weights may be written in place between calls; cached prefixes are forgotten then. Writes
+    through `.data` show only in bf16 weights on a CPU: after them, call `llm.engine.scheduler.reset_prefix_cache()`.
 
     Args:
         model: a folder or hub name, loaded with `AutoModelForCausalLM` (16-bit, AWQ, GPTQ, FP8, ...), or a loaded

@@ -93,7 +93,7 @@ def check_size(asked: str, num_bytes: int, device: torch.device) -> None:
     if num_bytes > total:
         raise ValueError(
             f"{asked}: {num_bytes / GIB:,.1f} GiB are more than the {total / GIB:,.1f} GiB of {device}; allowed: fewer "
-            "blocks (num_blocks, or rows times their longest length) or less swap_space"
+            "blocks (num_blocks, or rows times prompt and max_new_tokens) or less swap_space"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from transformers import PreTrainedModel
 
 from hf_paged import LLM
 from hf_paged.config import EngineConfig
+from hf_paged.kv_cache import layer_formats
 from hf_paged.kv_calibration import CALIBRATIONS, FORMATS, _places, calibrate
 from hf_paged.kv_mix import paged_log_probs
 from hf_paged.kv_protection import plan_storage
-from hf_paged.kv_scales import load_kv_scales, save_kv_scales, transform_of
+from hf_paged.kv_scales import LayerScales, SideScales, load_kv_scales, save_kv_scales, transform_of
 from hf_paged.model_view import build_view
 from hf_paged.packed_model import PackedModel
 
@@ -83,6 +85,17 @@ def key_bias() -> PreTrainedModel:
 BREAKING = {"key bias": key_bias, "huge channels without rotation": huge_unrotated_channels, "value bias": value_bias}
 
 
+@pytest.mark.parametrize("name", ["huge channels without rotation", "value bias"])
+def test_what_breaks_naive_caches_is_nothing_to_full_precision(name: str) -> None:
+    """A fixture that changed the model would prove nothing about the cache."""
+    ordinary = {"value bias": tiny_model("starcoder2")}.get(name, tiny_model("stablelm", use_qkv_bias=False))
+    # the output of a value bias of 300 is a difference of numbers 300 times as large
+    torch.testing.assert_close(
+        log_probs(BREAKING[name](), kv_cache_dtype="auto"), log_probs(ordinary, kv_cache_dtype="auto"),
+        rtol=0, atol=2e-3,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", BREAKING)
 def test_models_that_break_naive_caches_keep_their_distributions(name: str) -> None:
     """The largest channel takes the whole range of a row's codes, and the others are rounded away."""
@@ -101,11 +114,46 @@ def test_every_format_gains_on_a_model_with_a_key_bias(kv_cache_dtype: str) -> N
     assert naive > 3 * divergence(model, kv_cache_dtype=kv_cache_dtype)
 
 
+@pytest.mark.parametrize("kv_format", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "stablelm", "gpt_oss", "gemma2"])
+def test_smoothing_changes_nothing_where_pages_round_nothing(family: str, kv_format: str) -> None:
+    """Exact algebra through whole models in fp32: GQA, partial RoPE, sinks, softcap; "int4" rotates besides.
+
+    Offsets of 3, factors of 1/8 to 8, all over the channels; those that do not cancel are not taken.
+    """
+    view = packed(tiny_model(family))
+    generator = torch.Generator().manual_seed(0)
+    plain = layer_formats(view.specs, "auto")
+    smoothed = {}
+    for spec in view.specs:
+        shape = (spec.kv_heads, spec.head_dim)
+        offset = 3 * torch.randn(shape, generator=generator) if spec.softcap is None else None
+        factor = 2.0 ** torch.randint(-3, 4, shape, generator=generator)
+        shift = None if spec.has_sinks else 3 * torch.randn(spec.kv_heads, spec.v_head_dim, generator=generator)
+        scales = LayerScales(
+            keys={kv_format: SideScales(offset=offset, factor=factor, error=0.0)},
+            values={kv_format: SideScales(offset=shift, factor=None, error=0.0)},
+        )
+        transform = transform_of(spec, kv_format, kv_format, scales)
+        smoothed[spec.layer_idx] = replace(plain[spec.layer_idx], transform=transform)
+    assert any(spec.softcap for spec in view.specs) == (family == "gemma2")
+    assert any(spec.has_sinks for spec in view.specs) == (family == "gpt_oss")
+    (prompt,) = prompts((90,), seed=3)
+    with torch.no_grad():
+        exact, ours = (paged_log_probs(view, formats, prompt) for formats in (plain, smoothed))
+    # roundings of scores of about 100, which a few layers enlarge; what does not cancel moves these by 1 and more
+    torch.testing.assert_close(ours, exact, rtol=0, atol=1e-3)
+
+
 def test_layers_with_a_softcap_take_no_offset_of_keys_and_those_with_sinks_none_of_values() -> None:
     """Neither would cancel; factors are exact all the same, and protection is for what is left."""
     for layer in calibrate(packed(tiny_model("gemma2")), list(FORMATS), list(FORMATS)).layers.values():
         assert all(side.offset is None or not side.offset.any() for side in layer.keys.values())
-    for layer in calibrate(packed(sinks_and_key_bias()), list(FORMATS), list(FORMATS)).layers.values():
+    model = sinks_and_key_bias()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.bias += 50.0  # an offset would pay
+    for layer in calibrate(packed(model), list(FORMATS), list(FORMATS)).layers.values():
         assert all(side.offset is None for side in layer.values.values())
 
 

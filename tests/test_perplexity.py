@@ -183,14 +183,15 @@ def store_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS)
 @pytest.mark.parametrize("chunk", [16, WINDOW])
+@pytest.mark.parametrize("fuse", [False, True])
 def test_garbage_in_the_pages_changes_the_perplexity(
-    monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str, chunk: int
+    monkeypatch: pytest.MonkeyPatch, kv_cache_dtype: str, chunk: int, fuse: bool
 ) -> None:
     """Any path that scored with the keys and values it computed, not with those stored, would not notice."""
     model = biased_model()
-    honest = perplexity(model, kv_cache_dtype, chunk=chunk)
+    honest = perplexity(model, kv_cache_dtype, chunk=chunk, fuse=fuse)
     store_garbage(monkeypatch)
-    assert abs(perplexity(model, kv_cache_dtype, chunk=chunk) / honest - 1) > 0.01
+    assert abs(perplexity(model, kv_cache_dtype, chunk=chunk, fuse=fuse) / honest - 1) > 0.01
 
 
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS)
