@@ -63,7 +63,9 @@ def _check_g_idx(name: str, g_idx: Tensor, layout: Layout) -> Tensor | None:
 
 def _read_gptq(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
     unpack = packing.unpack_planar if layout.kind == "gptq_p" else packing.unpack_words
-    codes = unpack(tensors["qweight"].t().contiguous(), layout.bits, layout.in_features)
+    codes = packing.unpack_rows(
+        tensors["qweight"].t(), lambda rows: unpack(rows, layout.bits, layout.in_features), _codes(tensors, layout)
+    )
     g_idx = _check_g_idx(f"{name}.g_idx", tensors["g_idx"], layout) if "g_idx" in tensors else None
     zeros = None
     if "qzeros" in tensors:
@@ -96,7 +98,8 @@ def _write_gptq(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def _read_awq_gemm(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
-    codes = packing.unpack_awq_words(tensors["qweight"]).t().contiguous()
+    codes = _codes(tensors, layout)
+    packing.unpack_rows(tensors["qweight"], packing.unpack_awq_words, codes.t())
     zeros = packing.unpack_awq_words(tensors["qzeros"]) if "qzeros" in tensors else None
     return _weight(layout, codes, tensors["scales"], _none_if_symmetric(zeros, 4), None)
 
@@ -109,7 +112,9 @@ def _write_awq_gemm(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor
 
 
 def _read_awq_gemv(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
-    codes = packing.unpack_words(tensors["qweight"], 4, layout.in_features)
+    codes = packing.unpack_rows(
+        tensors["qweight"], lambda rows: packing.unpack_words(rows, 4, layout.in_features), _codes(tensors, layout)
+    )
     zeros = packing.unpack_words(tensors["qzeros"], 4, layout.groups).t().contiguous()
     scales = tensors["scales"][:, : layout.groups].t().contiguous()
     return _weight(layout, codes, scales, _none_if_symmetric(zeros, 4), None)
@@ -159,7 +164,11 @@ def _read_compressed(name: str, layout: Layout, tensors: Mapping[str, Tensor], m
     if layout.kind == "int8":
         codes = _from_signed(f"{name}.weight", tensors["weight"], layout.bits)
     else:
-        codes = packing.unpack_whole(tensors["weight_packed"], layout.bits, layout.in_features)
+        codes = packing.unpack_rows(
+            tensors["weight_packed"],
+            lambda rows: packing.unpack_whole(rows, layout.bits, layout.in_features),
+            _codes(tensors, layout),
+        )
     zeros = None
     if "weight_zero_point" in tensors:
         stored = tensors["weight_zero_point"]
@@ -219,6 +228,12 @@ def _write_compressed(layout: Layout, weight: QuantizedWeight) -> dict[str, Tens
     if "weight_g_idx" in layout.tensors:
         out["weight_g_idx"] = weight.group_index().to(torch.int32)
     return out
+
+
+def _codes(tensors: Mapping[str, Tensor], layout: Layout) -> Tensor:
+    """Room for the codes, `[N, K]` uint8."""
+    some = next(iter(tensors.values()))
+    return torch.empty((layout.out_features, layout.in_features), dtype=torch.uint8, device=some.device)
 
 
 def _weight(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.kernels.packed_weight import PackedWeight, field_bits, pack_codes, unpack_codes
+from hf_paged.kernels.packed_weight import TILE_N, PackedWeight, field_bits, pack_codes, packed_shape, unpack_codes
+from hf_paged.quant.packing import row_pieces
 from hf_paged.quant.weight import QuantizedWeight
 
 
@@ -12,15 +13,18 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
     """Sort the input channels by group (act-order) and cut the codes into tiles."""
     n, k = weight.codes.shape
     bits = field_bits(weight.bits)
-    codes, perm = weight.codes, None
-    if weight.g_idx is not None:
-        order = torch.argsort(weight.g_idx.long(), stable=True)
-        codes, perm = codes[:, order], order.to(torch.int32)
+    order = None if weight.g_idx is None else torch.argsort(weight.g_idx.long(), stable=True)
+    packed = torch.empty(packed_shape(k, n, bits), dtype=torch.int32, device=weight.codes.device)
+    step = row_pieces(n, k, TILE_N)
+    for begin in range(0, n, step):
+        codes = weight.codes[begin : begin + step]
+        rows = slice(begin // TILE_N, (begin + step) // TILE_N)
+        packed[rows] = pack_codes(codes if order is None else codes[:, order], bits)
     return PackedWeight(
-        packed=pack_codes(codes, bits),
+        packed=packed,
         scales=weight.scales.contiguous(),
         zeros=weight.zeros,
-        perm=perm,
+        perm=None if order is None else order.to(torch.int32),
         field_bits=bits,
         code_bits=weight.bits,
         group_size=weight.group_size,

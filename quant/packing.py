@@ -3,10 +3,13 @@
 A word holds `32 // bits` fields, lowest bits first, and idle bits where they do not fill it (compressed-tensors);
 GPTQ's 3-bit fields form, 32 of them, one 96-bit little-endian string over three words. Planar words (`gptq_p`) cut each
 field into planes of 4, 2 and 1 bits and hold, for every 32 fields, the words of the low plane, then those of the next.
-Everything runs on the tensor's device, one field position at a time, so that the peak is one byte per field.
+Everything runs on the tensor's device, one field position and some rows at a time, so that the peak is one byte per
+field and little more.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from torch import Tensor
 BITS = (2, 3, 4, 8)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column held by each nibble of an AWQ word, low to high
 _AWQ_INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
+_PIECE = 1 << 20  # fields that are worth a launch
 _PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}  # bits of each plane, low to high
 PLANAR_BITS = tuple(_PLANES)  # other widths have one plane: the ordinary words
 
@@ -21,6 +25,20 @@ PLANAR_BITS = tuple(_PLANES)  # other widths have one plane: the ordinary words
 def words_for(count: int, bits: int) -> int:
     """How many int32 words hold `count` fields of `bits` bits (widths that do not divide a word go in blocks of 32)."""
     return -(-count * bits // 32) if 32 % bits == 0 else -(-count // 32) * bits
+
+
+def row_pieces(rows: int, columns: int, multiple: int = 1) -> int:
+    """How many rows of a matrix to work on at once: an eighth, but not so few that the launches count."""
+    most = max(-(-rows // 8), _PIECE // max(columns, 1))
+    return -(-most // multiple) * multiple
+
+
+def unpack_rows(words: Tensor, unpack: Callable[[Tensor], Tensor], fields: Tensor) -> Tensor:
+    """Fill `fields` `[R, C]` (which it returns) with `unpack(words)`, `[R, W]`, some rows at a time."""
+    step = row_pieces(*fields.shape)
+    for begin in range(0, len(words), step):
+        fields[begin : begin + step] = unpack(words[begin : begin + step].contiguous())
+    return fields
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:

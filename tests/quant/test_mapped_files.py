@@ -126,8 +126,8 @@ def test_a_checkpoint_streams_through_the_cpu_shard_by_shard(tmp_path: Path) -> 
     if "clear_refs" in done.stderr:
         pytest.skip("this kernel does not let a process reset its peak")
     assert done.returncode == 0, done.stderr
-    # a layer's tensors are several times unpacked while they are packed anew: 100 MB of the gigabyte that is allowed
-    assert int(done.stdout.split()[-1]) < 2 * max(sizes) + (100 << 20) < 0.7 * sum(sizes), (done.stdout, sizes)
+    # beside two shards 64 MB of the gigabyte that is allowed
+    assert int(done.stdout.split()[-1]) < 2 * max(sizes) + (64 << 20) < 0.5 * sum(sizes), (done.stdout, sizes)
 
 
 @pytest.mark.gpu
