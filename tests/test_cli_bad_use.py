@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +186,27 @@ def test_a_damaged_weight_file_is_told_in_one_line(model_path: Path, tmp_path: P
     assert result.exit_code == 1
     assert result.stderr.strip().splitlines()[-1].startswith("error: ")
     assert "Traceback" not in result.stderr
+
+
+INTERRUPTED = """
+import sys
+
+class Interrupts:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupts())
+sys.argv = [{command!r}, "--help"]
+import hf_paged.cli
+"""
+
+
+@pytest.mark.parametrize(("command", "code"), [("/usr/bin/hf-paged", 130), ("/home/me/notebook.py", -2)])
+def test_ctrl_c_while_torch_is_imported_ends_the_command_and_is_left_to_others(command: str, code: int) -> None:
+    """Importing takes seconds, in which many a Ctrl-C falls; a program of somebody's own decides for itself."""
+    made = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(command=command)], capture_output=True, text=True, check=False
+    )
+    assert made.returncode in (code, 130)  # 130: of Pythons that do not end by the signal
+    assert (made.stderr == "interrupted\n") == (code == 130), made.stderr
