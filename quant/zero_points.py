@@ -35,7 +35,7 @@ class Evidence:
     def add(self, stored: Tensor, codes: Tensor, group: Tensor, bits: int) -> None:
         """stored `[groups, N]` as in the file, codes `[N, K]`, group `[K]` int64 (group of each channel)."""
         groups = stored.shape[0]
-        total = torch.zeros((groups, codes.shape[0]), device=codes.device)
+        total = torch.zeros((groups, codes.shape[0]), dtype=torch.float32, device=codes.device)  # default: the model's
         mean = total.index_add_(0, group, codes.float().t()) / torch.bincount(group, minlength=groups)[:, None]
         both = [mean - ((stored.int() + offset) % 2**bits).float() for offset in (0, 1)]
         self._residuals.append(torch.stack(both).flatten(1))

@@ -138,6 +138,7 @@ def test_a_label_that_lies_about_asymmetric_zeros_is_overruled_by_all_layers_tog
     truth = write_model(tiny_model("llama"), tmp_path, cell, config=lie)
     loaded = load(tmp_path)
     assert logit_error(loaded, truth) < EXACT
+    assert load(tmp_path, dtype=torch.float16).model.layers[0].mlp.up_proj.layout.stored_offset == 2 - version
     loaded.save_pretrained(tmp_path / "again")
     assert logit_error(load(tmp_path / "again"), truth) < EXACT  # its words now follow its label
 
