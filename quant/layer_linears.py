@@ -6,7 +6,6 @@ weight is read. What only a forward can tell, who reads what, is found by watchi
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -185,9 +184,10 @@ def _check_group_size(name: str, k: int, config: QuantizeConfig) -> None:
     assert config.group_size is not None
     whole = config.method in ("awq", "int8")  # neither AutoAWQ's layout nor compressed-tensors has a short last group
     if whole and config.group_size != -1 and k % config.group_size:
+        fitting = min(k & -k, 1 << (config.group_size.bit_length() - 1))  # a power of two: readers like those
         raise ValueError(
             f"group_size={config.group_size} does not divide the {k} input channels of {name}, which {config.method} "
-            f"needs: group_size={math.gcd(k, config.group_size)} does, --skip leaves such linears plain, method gptq "
+            f"needs: group_size={fitting} does, --skip leaves such linears plain, method gptq "
             "takes any size"
         )
 

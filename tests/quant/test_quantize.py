@@ -141,6 +141,14 @@ def test_an_independent_reader_of_the_format_finds_bit_for_bit_what_was_decided(
         assert tensors["scales"].dtype == torch.float16
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_files_with_zero_points_load_in_16_bits(dtype: torch.dtype, model_path: Path, tmp_path: Path) -> None:
+    """torch's default dtype is then the model's, and what looks at zero points computes in it unless told otherwise."""
+    quantize(model_path, tmp_path / "out", replace(CONFIG, method="rtn", sym=False))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
+    assert torch.isfinite(model(ids(1), use_cache=False).logits).all()
+
+
 def test_the_config_says_what_the_files_hold(model_path: Path, tmp_path: Path) -> None:
     def written(**settings: Any) -> dict[str, Any]:
         out = tmp_path / str(len(list(tmp_path.iterdir())))
