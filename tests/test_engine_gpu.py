@@ -14,7 +14,7 @@ from hf_paged.engine_registry import ENGINES
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (5, 40, 1000, 33, 1, 640, 129, 64, 7, 2)
-FORMATS = ("auto", "int8", "fp8")
+FORMATS = ("auto", "int8", "fp8", "int4", "k=int8,v=int4")
 
 
 def llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -50,7 +50,8 @@ Gaps = list[list[float]]
 def generate(model: LlamaForCausalLM, max_tokens: int = 60, **options: object) -> tuple[Tokens, Gaps]:
     """Tokens of every prompt, and how much likelier each was than the runner-up."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=2, ignore_eos=True)
-    llm = LLM(model, **{"num_blocks": 400, "max_model_len": 8192, **options})  # type: ignore[arg-type]  # mixed values
+    limits = {"num_blocks": 400, "max_model_len": 8192, "kv_error_budget": "off"}  # off: all layers in this format
+    llm = LLM(model, **{**limits, **options})  # type: ignore[arg-type]  # mixed values
     outputs = llm.generate(prompts(), params, use_tqdm=False)
     llm.engine.scheduler.check_integrity()
     assert all(o.error is None for o in outputs)
@@ -66,7 +67,8 @@ def assert_same(got: Tokens, reference: tuple[Tokens, Gaps], kv_cache_dtype: str
     if kv_cache_dtype == "auto":
         assert got == tokens
         return
-    code_step = {"int8": 2**-7, "fp8": 2**-4}[kv_cache_dtype]  # of a value, relative
+    steps = {"int8": 2**-7, "fp8": 2**-4, "int4": 2**-3, "k=int8,v=int4": 2**-3}
+    code_step = steps[kv_cache_dtype]  # of a value, relative
     for mine, other, gap in zip(got, tokens, gaps, strict=True):
         parted = next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), None)
         assert parted is None or gap[parted] < 4 * code_step, (parted, gap[parted])
