@@ -272,7 +272,7 @@ def test_n24_a_call_takes_the_memory_it_needs_and_no_more(model: PreTrainedModel
     assert cache_of(output).num_bytes == blocks * 16 * token
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "k=int8,v=fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "int4", "k=int8,v=fp8"])
 def test_p10_and_p11_a_quantized_cache_is_measured_and_chunking_does_not_change_it(
     model: PreTrainedModel, kv_cache_dtype: str
 ) -> None:
