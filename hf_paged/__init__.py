@@ -21,6 +21,7 @@ except KeyboardInterrupt:  # of the command, while it imports torch: it ends as 
 if TYPE_CHECKING:
     from hf_paged.config import EngineConfig
     from hf_paged.generation import generate
+    from hf_paged.kv_mix import calibrate_on
     from hf_paged.llm import LLM
     from hf_paged.outputs import CompletionOutput, RequestOutput
     from hf_paged.paged_cache import PagedCache
@@ -36,6 +37,7 @@ __all__ = [
     "QuantizeConfig",
     "RequestOutput",
     "SamplingParams",
+    "calibrate_on",
     "generate",
     "quantize",
     "register",
@@ -50,6 +52,7 @@ _HOME = {
     "QuantizeConfig": "hf_paged.quant.quantize_config",
     "RequestOutput": "hf_paged.outputs",
     "SamplingParams": "hf_paged.sampling_params",
+    "calibrate_on": "hf_paged.kv_mix",
     "generate": "hf_paged.generation",
     "quantize": "hf_paged.quant.quantize",
 }

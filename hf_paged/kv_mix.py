@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -88,6 +88,23 @@ def cache_storage(model: PreTrainedModel, config: EngineConfig) -> tuple[EngineC
         return config, None
     config = resolve_quality(model, packed, config)
     return config, scales_of(model, packed, config)
+
+
+def calibrate_on(model: PreTrainedModel, token_ids: Sequence[int]) -> None:
+    """Calibrate a loaded model on a text of yours instead of tokens of its own, for all caches made of it from now on.
+
+    Weights that are written later are calibrated anew, on tokens of the model's own.
+
+    Args:
+        token_ids: of the text, two at least; read as far as the model has positions.
+
+    Raises:
+        ValueError: fewer than two tokens, or a model that cannot be paged.
+    """
+    packed = PackedModel(build_view(model))
+    tokens = calibration_tokens(packed, token_ids)
+    scales = calibrate(packed, FORMATS, FORMATS, token_ids=tokens, source=f"{len(tokens)} tokens of text")
+    CALIBRATIONS.keep(model, scales)
 
 
 def calibrated_file(

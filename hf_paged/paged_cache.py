@@ -80,7 +80,8 @@ class PagedCache(Cache):
     """A Transformers cache whose keys and values live in pages.
 
     Args:
-        model: the model that will use the cache, or its config.
+        model: the model that will use the cache, or its config. Another of the same shapes can use it, too: it is exact
+            for any, and smoothed for this one.
         block_size: tokens per block.
         kv_cache_dtype: "auto" (the model's dtype), "fp8", "int8", "int4", "k=int8,v=int4", or
             "auto-quality".

@@ -10,7 +10,7 @@ import torch
 from model_zoo import prompts, tiny_model
 from transformers import PreTrainedModel
 
-from hf_paged import LLM
+from hf_paged import LLM, calibrate_on
 from hf_paged.config import EngineConfig
 from hf_paged.kv_cache import layer_formats
 from hf_paged.kv_calibration import CALIBRATIONS, FORMATS, _places, calibrate
@@ -212,6 +212,18 @@ def test_a_calibration_is_the_same_every_time_and_made_once_per_model() -> None:
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(2.0)
     assert CALIBRATIONS.get(model, packed(model), ["int8"], ["int8"]) is not known, "weights were written"
+
+
+def test_a_text_of_the_users_is_what_the_next_cache_rests_on() -> None:
+    model = key_bias()
+    own = calibrate(packed(model), ["int8"], ["int8"]).layers[0].keys["int8"].offset
+    calibrate_on(model, prompts((70,), seed=5)[0].tolist())
+    plan = LLM(model, kv_cache_dtype="int8", num_blocks=8).engine.kv_plan
+    assert plan.source == "70 tokens of text"
+    transform = plan.formats[0].transform
+    assert transform is not None and not torch.equal(transform.k_offset, own)
+    with pytest.raises(ValueError, match="at least 2 are needed"):
+        calibrate_on(model, [5])
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
