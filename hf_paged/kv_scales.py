@@ -162,8 +162,9 @@ def save_kv_scales(scales: KVScales, path: str | os.PathLike[str]) -> None:
 
 
 def load_kv_scales(path: str | os.PathLike[str], model: PackedModel) -> KVScales:
-    """Read what `save_kv_scales` wrote for `model`, which is known by the keys and values of one token in its first layer;
-    on the meta device by its shapes alone. Deeper ones tell no more: rounding to 4 bits moves those by 70%.
+    """Read what `save_kv_scales` wrote for `model`; one on the meta device is known by its shapes alone.
+
+    Any other is known by one token's keys and values in its first layer: rounding to 4 bits moves deeper ones by 70%.
 
     Raises:
         OSError: there is no such file.
