@@ -69,6 +69,7 @@ class Planner:
         conversions = get_model_conversion_mapping(model)
         self.renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self.converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        self.has_order = any(key.endswith(".weight_g_idx") for key in header.specs)
         self.gptq: dict[str, Layout] = {}  # by the module's name in the file
         self.file_name: dict[str, str] = {}  # model name -> name in the file, for the tensors of quantized modules
 
@@ -194,7 +195,10 @@ class Planner:
             if found.get(suffix) is not None:
                 self.plan.kept[f"{name}.{suffix}"] = self.file_name[f"{name}.{suffix}"]
         weights = {suffix: spec for suffix, spec in found.items() if suffix not in _ACTIVATIONS}
-        layout = identify(name, weights, k, n, config.label(label_name))
+        label = config.label(label_name)
+        if not self.has_order:  # asked for and never filled in, compressed-tensors leaves it out everywhere
+            label = replace(label, act_order=label.act_order and label.method != "compressed-tensors")
+        layout = identify(name, weights, k, n, label)
         if layout.kind == "gptq":
             self.gptq[label_name] = layout
         return layout
