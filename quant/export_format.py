@@ -50,7 +50,7 @@ def read_tensors(config: QuantizeConfig, base: str, tensors: Mapping[str, Tensor
 
 def _layout(form: str, shape: Sequence[int], bits: int, group_size: int) -> Layout:
     n, k = shape
-    unused = TensorSpec(dtype="", shape=())  # reading and writing ask for names only
+    spec = TensorSpec(dtype="", shape=(n, -(-k // group_size)))  # the shape is that of a compressed-tensors scale
     return Layout(
         kind=_KINDS[form],
         in_features=k,
@@ -58,7 +58,7 @@ def _layout(form: str, shape: Sequence[int], bits: int, group_size: int) -> Layo
         bits=bits,
         group_size=group_size,
         zero_offset=1 if form == "gptq" else 0,
-        tensors=dict.fromkeys(_SUFFIXES[form], unused),
+        tensors=dict.fromkeys(_SUFFIXES[form], spec),
     )
 
 

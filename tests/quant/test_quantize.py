@@ -82,6 +82,13 @@ def read_awq(tensors: dict[str, Tensor], group_size: int) -> Tensor:
     return ((codes - zeros).half() * tensors["scales"][group]).t()
 
 
+def read_int8(tensors: dict[str, Tensor]) -> Tensor:
+    scales = tensors["weight_scale"]  # [N, groups]
+    codes = torch.from_numpy(fields(tensors["weight_packed"], 8)).view(*scales.shape, -1)
+    assert tensors["weight_shape"].tolist() == [len(codes), codes[0].numel()]
+    return ((codes - 128).to(scales.dtype) * scales[..., None]).flatten(1)
+
+
 def tensors_of(folder: Path, module: str) -> dict[str, Tensor]:
     state = load_file(folder / "model.safetensors")
     return {name.removeprefix(f"{module}."): value for name, value in state.items() if name.startswith(f"{module}.")}
@@ -115,6 +122,8 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, QuantizedWeight]]:
         ({"method": "awq", "sym": True}, "awq"),
         ({"method": "awq", "bits": 3}, "gptq"),
         ({"method": "rtn", "format": "awq"}, "awq"),
+        ({"method": "int8", "group_size": None}, "compressed-tensors"),
+        ({"method": "int8"}, "compressed-tensors"),
     ],
     ids=str,
 )
@@ -135,10 +144,12 @@ def test_an_independent_reader_of_the_format_finds_bit_for_bit_what_was_decided(
         tensors = tensors_of(tmp_path / "out", f"model.layers.{layer}.{name}")
         if quant_method == "awq":
             found = read_awq(tensors, 32)
+        elif quant_method == "compressed-tensors":
+            found = read_int8(tensors)
         else:
             found = read_gptq(tensors, config["bits"], 1 if config["checkpoint_format"] == "gptq" else 0)
         assert torch.equal(found, dequantize(weight))
-        assert tensors["scales"].dtype == torch.float16
+        assert quant_method == "compressed-tensors" or tensors["scales"].dtype == torch.float16
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
