@@ -47,6 +47,7 @@ from hf_paged.kernels.layout import GroupPages, LayerKV, PlainPages
 from hf_paged.kernels.on_device import cuda_capability
 from hf_paged.kernels.register_tiles import (
     INT8_BIAS,
+    inverse_denominator,
     k_codes,
     k_layout,
     k_operand,
@@ -58,43 +59,35 @@ from hf_paged.kernels.register_tiles import (
 
 @gluon.jit
 def attend_int4(
-    seq, seq_len, first_token, begin, end, at_start, whole,
-    out_ptr, partial_ptr, lse_ptr, q_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, tables_ptr, sinks_ptr,
-    q_stride_t, q_stride_h, k_stride, k_scale_stride, v_stride, v_scale_stride, tables_stride,
-    scale, softcap, kv_head, kv_heads,
-    GROUP: gl.constexpr, N: gl.constexpr, K_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    TILE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
+    keys,  # first tile, tile after the last, first visible token, tokens
+    table_ptr, q_row, q_stride_h,
+    k_pages,  # `head_of_pages`, as v_pages
+    v_pages, scale, softcap,
+    results,  # whether these tiles are all of the head's, then where its heads go: out, partial, lse, and their sinks
+    K_TYPE: gl.constexpr, V_TYPE: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr, K_DIM: gl.constexpr,
+    V_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles `[begin, end)` of one sequence and KV head, into `out` if these are all (`whole`), else into a partial."""
+    """Some tiles of one sequence and KV head: all of them or a part."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     H: gl.constexpr = head_layout(TILE, N)
     HEADS: gl.constexpr = gl.SliceLayout(0, H)
-    K_TYPE: gl.constexpr = k_ptr.dtype.element_ty
-    V_TYPE: gl.constexpr = v_ptr.dtype.element_ty
     V_GROUPS: gl.constexpr = V_DIM // 64 if gl.uint8 == V_TYPE else 1
     KL: gl.constexpr = int4_k_layout(TILE, K_DIM // 8) if gl.uint8 == K_TYPE else k_layout(TILE, K_DIM // 4)
     V8: gl.constexpr = v_layout(TILE, V_DIM // 4, run_of(V_DIM), False)
     VL: gl.constexpr = int4_v_layout(TILE, V_DIM // 8, False) if gl.uint8 == V_TYPE else V8
-    n = gl.arange(0, TILE, layout=gl.SliceLayout(1, H))
+    begin, end, first_token, seq_len = keys
 
-    k_ptr, k_stride, k_scale_ptr, k_scale_stride = _head_of_pages(
-        k_ptr, k_stride, k_scale_ptr, k_scale_stride, kv_head * BLOCK_SIZE, K_DIM
-    )
-    v_ptr, v_stride, v_scale_ptr, v_scale_stride = _head_of_pages(
-        v_ptr, v_stride, v_scale_ptr, v_scale_stride, kv_head * BLOCK_SIZE, V_DIM
-    )
-    table_ptr = tables_ptr + seq.to(gl.int64) * tables_stride
     block = gl.load(table_ptr + begin * TILE // BLOCK_SIZE)
     next_block = gl.load(table_ptr + gl.minimum(begin + 1, end - 1) * TILE // BLOCK_SIZE)
     row = begin * TILE % BLOCK_SIZE
-    k, k_scale = _load(k_ptr, k_stride, k_scale_ptr, k_scale_stride, block, row, K_TYPE, K_DIM, TILE, KL, H)
-    v, v_scale = _load(v_ptr, v_stride, v_scale_ptr, v_scale_stride, block, row, V_TYPE, V_DIM, TILE, VL, H)
-    q_ptr += seq.to(gl.int64) * q_stride_t + kv_head * GROUP * q_stride_h
+    k, k_scale = _load(k_pages, block, row, K_TYPE, K_DIM, TILE, KL, H)
+    v, v_scale = _load(v_pages, block, row, V_TYPE, V_DIM, TILE, VL, H)
     if gl.uint8 == K_TYPE:
-        q0, q1, q2, q3, q_sum, q_unit = int4_queries(q_ptr, q_stride_h, scale, K_DIM, GROUP, N, MMA)
+        q0, q1, q2, q3, q_sum, q_unit = int4_queries(q_row, q_stride_h, scale, K_DIM, GROUP, N, MMA)
     else:
-        q0, q1, q2, q3, q_sum, q_unit = _queries(q_ptr, q_stride_h, scale, K_TYPE, K_DIM, GROUP, N, MMA)
+        q0, q1, q2, q3, q_sum, q_unit = _queries(q_row, q_stride_h, scale, K_TYPE, K_DIM, GROUP, N, MMA)
     unit, _ = gl.split(q_unit.reshape([N, 2]))
     unit = gl.convert_layout(unit, HEADS)
     if gl.uint8 == K_TYPE:
@@ -115,7 +108,7 @@ def attend_int4(
         block = next_block
         next_block = gl.load(table_ptr + gl.minimum(tile + 2, end - 1) * TILE // BLOCK_SIZE)
         row = gl.minimum(tile + 1, end - 1) * TILE % BLOCK_SIZE  # the last tile is loaded again: no load has a mask
-        k, k_scale = _load(k_ptr, k_stride, k_scale_ptr, k_scale_stride, block, row, K_TYPE, K_DIM, TILE, KL, H)
+        k, k_scale = _load(k_pages, block, row, K_TYPE, K_DIM, TILE, KL, H)
         factor = unit
         if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
             scores = softcap * (1.0 - 2.0 / (gl.exp2(scores * unit[None, :]) + 1.0))
@@ -129,7 +122,8 @@ def attend_int4(
         if WINDOW:
             edge = edge | (tile * TILE < first_token)
         if edge:
-            keep = (tile * TILE + n >= first_token) & (tile * TILE + n < seq_len)
+            n = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, H))
+            keep = (n >= first_token) & (n < seq_len)
             scores, v, low_scale, low_zero, high_scale, high_zero = _living(
                 keep, seq_len - tile * TILE, scores, v, low_scale, low_zero, high_scale, high_zero, V_TYPE, TILE, VL
             )
@@ -157,34 +151,21 @@ def attend_int4(
         a1 = mma_v2(v1, weights, a1)
         a2 = mma_v2(v2, weights, a2)
         a3 = mma_v2(v3, weights, a3)
-        v, v_scale = _load(v_ptr, v_stride, v_scale_ptr, v_scale_stride, block, row, V_TYPE, V_DIM, TILE, VL, H)
+        v, v_scale = _load(v_pages, block, row, V_TYPE, V_DIM, TILE, VL, H)
 
     low_zero = gl.sum(low_zeros, 0)
     high_zero = low_zero
     if V_GROUPS == 2:
         high_zero = gl.sum(high_zeros, 0)
-    denominator = gl.sum(total, 0)
-    head = gl.arange(0, N, layout=HEADS)
-    inverse = 1.0 / denominator
+    whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr = results
+    inverse = inverse_denominator(top, gl.sum(total, 0), whole, lse_ptr, sinks_ptr, GROUP, SINKS)
+    factor = v_unit * inverse
+    low_zero *= inverse
+    high_zero *= inverse
     if whole:
-        if SINKS:
-            sinks_ptr += (seq * kv_heads * (SINKS - 1) + kv_head) * GROUP
-            sink = gl.load(sinks_ptr + head, mask=head < GROUP, other=0.0)
-            sink = sink.to(gl.float32) * 1.4426950408889634
-            new_top = gl.maximum(top, sink)
-            decay = gl.exp2(top - new_top)
-            inverse = decay / (denominator * decay + gl.exp2(sink - new_top))
-        out_ptr += (seq.to(gl.int64) * kv_heads + kv_head) * (GROUP * V_DIM)
-        store_heads(
-            out_ptr, a0, a1, a2, a3, v_unit * inverse, low_zero * inverse, high_zero * inverse, V_TYPE, V_DIM, GROUP
-        )
+        store_heads(out_ptr, a0, a1, a2, a3, factor, low_zero, high_zero, V_TYPE, V_DIM, GROUP)
     else:
-        slot = (gl.program_id(0) * 2 + at_start.to(gl.int32)) * GROUP
-        gl.store(lse_ptr + slot + head, top + gl.log2(denominator), mask=head < GROUP)
-        partial_ptr += slot * V_DIM
-        store_heads(
-            partial_ptr, a0, a1, a2, a3, v_unit * inverse, low_zero * inverse, high_zero * inverse, V_TYPE, V_DIM, GROUP
-        )
+        store_heads(partial_ptr, a0, a1, a2, a3, factor, low_zero, high_zero, V_TYPE, V_DIM, GROUP)
 
 
 @gluon.jit
@@ -216,25 +197,12 @@ def _rescaled(decay, unit_decay, a0, a1, a2, a3, total, low_zeros, high_zeros, M
 
 
 @gluon.jit
-def _head_of_pages(ptr, stride, scale_ptr, scale_stride, row, DIM: gl.constexpr):
-    """Pages and scales from `row` on: pages, and scales of 4 bits, as 32-bit words, strides too."""
-    words = ptr.to(gl.pointer_type(gl.int32))
-    if ptr.dtype.element_ty == gl.uint8:
-        words += row * (DIM // 8)
-        scales = scale_ptr.to(gl.pointer_type(gl.int32)) + row * (DIM // 64)
-        scale_stride = scale_stride // 2
-    else:
-        words += row * (DIM // 4)
-        scales = scale_ptr + row
-    return words, stride // 4, scales, scale_stride
-
-
-@gluon.jit
 def _load(
-    ptr, stride, scale_ptr, scale_stride, block, row,
+    pages, block, row,
     TYPE: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, L: gl.constexpr, H: gl.constexpr,
 ):  # fmt: skip
     """TILE rows of a block from `row` on, in layout L, and their scales: `[TILE, groups]` pairs or `[TILE]` fp16."""
+    ptr, scale_ptr, stride, scale_stride = pages
     if gl.uint8 == TYPE:
         GROUPS: gl.constexpr = DIM // 64
         S: gl.constexpr = int4_scale_layout(TILE, GROUPS)

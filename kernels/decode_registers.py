@@ -24,6 +24,8 @@ from hf_paged.kernels.register_shares import share, visible_tiles
 from hf_paged.kernels.register_tiles import (
     INT8_BIAS,
     dot_type,
+    head_of_pages,
+    inverse_denominator,
     k_codes,
     k_layout,
     k_operand,
@@ -94,141 +96,106 @@ def decode_registers_kernel(
             kv_head = offset // tiles
             first = offset % tiles
             count = gl.minimum(tiles - first, end - begin)
-            tile = first_tile + first
+            keys = (first_tile + first, first_tile + first + count, first_token, seq_len)
+            table_ptr = tables_ptr + seq.to(gl.int64) * tables_stride
+            q_row = q_ptr + seq.to(gl.int64) * q_stride_t + kv_head * GROUP * q_stride_h
+            k = head_of_pages(k_ptr, k_scale_ptr, k_stride, k_scale_stride, kv_head * BLOCK_SIZE, K_DIM)
+            v = head_of_pages(v_ptr, v_scale_ptr, v_stride, v_scale_stride, kv_head * BLOCK_SIZE, V_DIM)
+            row = (seq.to(gl.int64) * kv_heads + kv_head) * GROUP
+            slot = (gl.program_id(0) * 2 + (first == 0).to(gl.int32)) * GROUP
+            sinks = sinks_ptr + (seq.to(gl.int64) * kv_heads * (SINKS - 1) + kv_head) * GROUP
+            results = (count == tiles, out_ptr + row * V_DIM, partial_ptr + slot * V_DIM, lse_ptr + slot, sinks)
             if INT4:
                 attend_int4(
-                    seq, seq_len, first_token, tile, tile + count, first == 0, count == tiles,
-                    out_ptr, partial_ptr, lse_ptr, q_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, tables_ptr, sinks_ptr,
-                    q_stride_t, q_stride_h, k_stride, k_scale_stride, v_stride, v_scale_stride, tables_stride,
-                    scale, softcap, kv_head, kv_heads,
-                    GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
+                    keys, table_ptr, q_row, q_stride_h, k, v, scale, softcap, results, k_ptr.dtype.element_ty,
+                    v_ptr.dtype.element_ty, GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
                 )  # fmt: skip
             else:
                 _attend(
-                    seq, seq_len, first_token, tile, tile + count, first == 0, count == tiles,
-                    out_ptr, partial_ptr, lse_ptr, q_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, tables_ptr, sinks_ptr,
-                    q_stride_t, q_stride_h, k_stride, k_scale_stride, v_stride, v_scale_stride, tables_stride,
-                    scale, softcap, kv_head, kv_heads,
-                    GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
+                    keys, table_ptr, q_row, q_stride_h, k, v, scale, softcap, results, k_ptr.dtype.element_ty,
+                    v_ptr.dtype.element_ty, GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
                 )  # fmt: skip
             begin += count
 
 
 @gluon.jit
 def _attend(
-    seq, seq_len, first_token, begin, end, at_start, whole,
-    out_ptr, partial_ptr, lse_ptr, q_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, tables_ptr, sinks_ptr,
-    q_stride_t, q_stride_h, k_stride, k_scale_stride, v_stride, v_scale_stride, tables_stride,
-    scale, softcap, kv_head, kv_heads,
-    GROUP: gl.constexpr, N: gl.constexpr, K_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    TILE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
+    keys,  # first tile, tile after the last, first visible token, tokens
+    table_ptr, q_row, q_stride_h,
+    k_pages,  # `head_of_pages`, as v_pages
+    v_pages, scale, softcap,
+    results,  # `store_result`
+    K_TYPE: gl.constexpr, V_TYPE: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr, K_DIM: gl.constexpr,
+    V_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles `[begin, end)` of one sequence and KV head, into `out` if these are all (`whole`), else into a partial."""
+    """Some tiles of one sequence and KV head: all of them or a part."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
-    HEADS: gl.constexpr = gl.SliceLayout(0, MMA)
-    K_TYPE: gl.constexpr = k_ptr.dtype.element_ty
-    V_TYPE: gl.constexpr = v_ptr.dtype.element_ty
-    K_PARTS: gl.constexpr = parts(K_TYPE)
-    V_PARTS: gl.constexpr = parts(V_TYPE)
-    V_DOT: gl.constexpr = dot_type(V_TYPE)
-    K_WORDS: gl.constexpr = K_DIM // K_PARTS
-    V_WORDS: gl.constexpr = V_DIM // V_PARTS
+    K_WORDS: gl.constexpr = K_DIM // parts(K_TYPE)
+    V_WORDS: gl.constexpr = V_DIM // parts(V_TYPE)
     RUN: gl.constexpr = 4 if V_WORDS >= 32 else V_WORDS // 8
     KL: gl.constexpr = k_layout(TILE, K_WORDS)
     VL: gl.constexpr = v_layout(TILE, V_WORDS, RUN, False)
-    n = gl.arange(0, TILE, layout=gl.SliceLayout(1, MMA))
-    vn = gl.arange(0, TILE, layout=gl.SliceLayout(1, VL))
+    begin, end, first_token, seq_len = keys
 
-    table_ptr = tables_ptr + seq.to(gl.int64) * tables_stride
-    block = gl.load(table_ptr + begin * TILE // BLOCK_SIZE).to(gl.int64)
+    block = gl.load(table_ptr + begin * TILE // BLOCK_SIZE)
     next_block = gl.load(table_ptr + gl.minimum(begin + 1, end - 1) * TILE // BLOCK_SIZE)
-    row = kv_head * BLOCK_SIZE + begin * TILE % BLOCK_SIZE
-    k = gl.load(tile_words(k_ptr, k_stride, block, row, K_WORDS, TILE, KL), eviction_policy="evict_first")
-    v = gl.load(tile_words(v_ptr, v_stride, block, row, V_WORDS, TILE, VL), eviction_policy="evict_first")
-    k_scale = gl.full([TILE], 1.0, gl.float16, layout=gl.SliceLayout(1, MMA))
-    v_scale = k_scale
-    if K_PARTS == 4:
-        k_scale = gl.load(k_scale_ptr + (block * k_scale_stride + row) + n)
-    if V_PARTS == 4:
-        v_scale = gl.load(v_scale_ptr + (block * v_scale_stride + row) + n)
-
-    q_row = q_ptr + seq.to(gl.int64) * q_stride_t + kv_head * GROUP * q_stride_h
-    q0, q1, q2, q3, q_unit, q_bias = _queries(q_row, q_stride_h, scale, GROUP, N, K_DIM, K_TYPE, MMA)
-    a0 = gl.zeros([V_WORDS, N], gl.float32, layout=MMA)
+    row = begin * TILE % BLOCK_SIZE
+    k, k_scale = _load(k_pages, block, row, True, K_TYPE, K_WORDS, TILE, KL, MMA)
+    v, v_scale = _load(v_pages, block, row, True, V_TYPE, V_WORDS, TILE, VL, MMA)
+    q = _queries(q_row, q_stride_h, scale, GROUP, N, K_DIM, K_TYPE, MMA)
+    a0 = gl.zeros([V_WORDS, N], gl.float32, layout=MMA)  # of values i of each word, as are a1, a2, a3
     a1 = a0
     a2 = a0
     a3 = a0
-    total = gl.zeros([TILE, N], gl.float32, layout=MMA)
-    top = gl.full([N], float("-inf"), gl.float32, layout=HEADS)
-    v_unit = 1e-30
-    if V_PARTS == 2:
-        v_unit = 1.0
+    total = gl.zeros([TILE, N], gl.float32, layout=MMA)  # of the softmax denominator
+    top = gl.full([N], float("-inf"), gl.float32, layout=gl.SliceLayout(0, MMA))  # running maximum of base-2 scores
+    v_unit = 1.0
+    if parts(V_TYPE) == 4:
+        v_unit = 1e-30  # largest scale of v so far
     for tile in range(begin, end):
+        scores = _scores(k, k_scale, q, TILE, N, K_WORDS, K_TYPE, MMA)
         more = tile + 1 < end
-        scores = _products(k, q0, q1, q2, q3, -q_bias, TILE, N, K_WORDS, K_TYPE, MMA)
-        if K_PARTS == 4:
-            scores = scores * k_scale.to(gl.float32)[:, None]
-        block = next_block.to(gl.int64)
+        block = next_block
         after = gl.minimum(tile + 2, end - 1) * TILE  # its block is asked for now: no two latencies in a row
         next_block = gl.load(table_ptr + after // BLOCK_SIZE)
-        row = kv_head * BLOCK_SIZE + (tile + 1) * TILE % BLOCK_SIZE
-        k = gl.load(
-            tile_words(k_ptr, k_stride, block, row, K_WORDS, TILE, KL), mask=more, eviction_policy="evict_first"
-        )
-        if K_PARTS == 4:
-            k_scale = gl.load(k_scale_ptr + (block * k_scale_stride + row) + n, mask=more)
-        scores = scores * q_unit[None, :]
+        row = (tile + 1) * TILE % BLOCK_SIZE
+        k, k_scale = _load(k_pages, block, row, more, K_TYPE, K_WORDS, TILE, KL, MMA)
         if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
             scores = softcap * (1.0 - 2.0 / (gl.exp2(scores) + 1.0))
         edge = tile * TILE + TILE > seq_len
         if WINDOW:
             edge = edge | (tile * TILE < first_token)
-        if edge:  # what lies in dead slots may be NaN
-            keep = (tile * TILE + n >= first_token) & (tile * TILE + n < seq_len)
-            scores = gl.where(keep[:, None], scores, float("-inf"))
-            if V_PARTS == 4:
-                v_scale = gl.where(keep, v_scale, 0.0)
-            if gl.int8 != V_TYPE:
-                v = gl.where((tile * TILE + vn < seq_len)[:, None], v, 0)
-
-        new_top = gl.maximum(top, gl.max(scores, 0))
-        probs = gl.exp2(scores - new_top[None, :])
-        decay = gl.exp2(top - new_top)
-        total = total * decay[None, :] + probs
-        top = new_top
-        if V_PARTS == 4:
-            weight = v_scale.to(gl.float32)
-            new_unit = gl.maximum(v_unit, gl.max(weight, 0))
-            decay *= v_unit / new_unit
-            v_unit = new_unit
-            probs = probs * (weight * (1.0 / new_unit))[:, None]
-        weights = gl.convert_layout(probs.to(V_DOT), gl.DotOperandLayout(1, MMA, 2))
+        if edge:
+            scores, v, v_scale = _living(
+                first_token - tile * TILE, seq_len - tile * TILE, scores, v, v_scale, V_TYPE, TILE, VL, MMA
+            )
+        weights, decay, total, top, v_unit = _weigh(scores, v_scale, total, top, v_unit, V_TYPE, MMA)
         a0, a1, a2, a3 = _add_values(v, weights, decay, a0, a1, a2, a3, TILE, V_WORDS, RUN, V_TYPE, MMA)
-        v = gl.load(
-            tile_words(v_ptr, v_stride, block, row, V_WORDS, TILE, VL), mask=more, eviction_policy="evict_first"
-        )
-        if V_PARTS == 4:
-            v_scale = gl.load(v_scale_ptr + (block * v_scale_stride + row) + n, mask=more)
+        v, v_scale = _load(v_pages, block, row, more, V_TYPE, V_WORDS, TILE, VL, MMA)
 
-    group_head = gl.arange(0, N, layout=HEADS)
-    denominator = gl.sum(total, 0)
-    factor = v_unit / denominator
+    whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr = results
+    factor = v_unit * inverse_denominator(top, gl.sum(total, 0), whole, lse_ptr, sinks_ptr, GROUP, SINKS)
     if whole:
-        if SINKS:
-            sinks_ptr += (seq * kv_heads * (SINKS - 1) + kv_head) * GROUP
-            sink = gl.load(sinks_ptr + group_head, mask=group_head < GROUP, other=0.0)
-            sink = sink.to(gl.float32) * 1.4426950408889634
-            new_top = gl.maximum(top, sink)
-            decay = gl.exp2(top - new_top)
-            factor = v_unit * decay / (denominator * decay + gl.exp2(sink - new_top))
-        _store(
-            out_ptr + seq.to(gl.int64) * (kv_heads * GROUP * V_DIM), kv_head * GROUP, a0, a1, a2, a3, factor,
-            V_PARTS, V_WORDS, RUN, N, GROUP,
-        )  # fmt: skip
+        _store(out_ptr, a0, a1, a2, a3, factor, parts(V_TYPE), V_WORDS, RUN, N, GROUP)
     else:
-        slot = (gl.program_id(0) * 2 + at_start.to(gl.int32)) * GROUP
-        gl.store(lse_ptr + slot + group_head, top + gl.log2(denominator), mask=group_head < GROUP)
-        _store(partial_ptr, slot, a0, a1, a2, a3, factor, V_PARTS, V_WORDS, RUN, N, GROUP)
+        _store(partial_ptr, a0, a1, a2, a3, factor, parts(V_TYPE), V_WORDS, RUN, N, GROUP)
+
+
+@gluon.jit
+def _load(
+    pages, block, row, more,
+    TYPE: gl.constexpr, WORDS: gl.constexpr, TILE: gl.constexpr, L: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """A tile `[TILE, WORDS]` from row `row` of a block on, in layout L, and its scales, if there is one more."""
+    ptr, scale_ptr, stride, scale_stride = pages
+    S: gl.constexpr = gl.SliceLayout(1, MMA)
+    words = gl.load(tile_words(ptr, stride, block, row, WORDS, TILE, L), mask=more, eviction_policy="evict_first")
+    scale = gl.full([TILE], 1.0, gl.float16, layout=S)
+    if parts(TYPE) == 4:
+        first = scale_ptr + (block.to(gl.int64) * scale_stride + row)
+        scale = gl.load(first + gl.arange(0, TILE, layout=S), mask=more)
+    return words, scale
 
 
 @gluon.jit
@@ -263,24 +230,58 @@ def _queries(
 
 
 @gluon.jit
-def _products(
-    k, q0, q1, q2, q3, start,
+def _scores(
+    k, k_scale, queries,
     TILE: gl.constexpr, N: gl.constexpr, WORDS: gl.constexpr, TYPE: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """`start` + K q^T, `[TILE, N]`."""
+    """Scaled K q^T, `[TILE, N]` fp32."""
+    q0, q1, q2, q3, unit, bias = queries
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    products = gl.zeros([TILE, N], gl.float32, layout=MMA) + start[None, :]
+    products = gl.zeros([TILE, N], gl.float32, layout=MMA) - bias[None, :]
     if parts(TYPE) == 4:
         k0, k1, k2, k3 = k_codes(k, TYPE)
         products = mma_v2(k_operand(k0, TILE, WORDS, A), q0, products)
         products = mma_v2(k_operand(k1, TILE, WORDS, A), q1, products)
         products = mma_v2(k_operand(k2, TILE, WORDS, A), q2, products)
         products = mma_v2(k_operand(k3, TILE, WORDS, A), q3, products)
+        products = products * k_scale.to(gl.float32)[:, None]
     else:
         k0, k1 = k_pairs(k, TYPE)
         products = mma_v2(k_operand(k0, TILE, WORDS, A), q0, products)
         products = mma_v2(k_operand(k1, TILE, WORDS, A), q1, products)
-    return products
+    return products * unit[None, :]
+
+
+@gluon.jit
+def _living(
+    first, left, scores, v, v_scale, TYPE: gl.constexpr, TILE: gl.constexpr, VL: gl.constexpr, MMA: gl.constexpr
+):
+    """A tile at an edge, of which the rows from `first` to `left` are seen: dead slots may hold NaN, int8 codes not."""
+    n = gl.arange(0, TILE, layout=gl.SliceLayout(1, MMA))
+    keep = (n >= first) & (n < left)
+    scores = gl.where(keep[:, None], scores, float("-inf"))
+    if parts(TYPE) == 4:
+        v_scale = gl.where(keep, v_scale, 0.0)
+    if gl.int8 != TYPE:
+        v = gl.where((gl.arange(0, TILE, layout=gl.SliceLayout(1, VL)) < left)[:, None], v, 0)
+    return scores, v, v_scale
+
+
+@gluon.jit
+def _weigh(scores, v_scale, total, top, v_unit, TYPE: gl.constexpr, MMA: gl.constexpr):
+    """Probabilities, times the values' scales / v_unit, as right operand; what sums of them decay by; new sums."""
+    new_top = gl.maximum(top, gl.max(scores, 0))
+    probs = gl.exp2(scores - new_top[None, :])
+    decay = gl.exp2(top - new_top)
+    total = total * decay[None, :] + probs
+    if parts(TYPE) == 4:
+        weight = v_scale.to(gl.float32)
+        new_unit = gl.maximum(v_unit, gl.max(weight, 0))
+        decay *= v_unit / new_unit
+        v_unit = new_unit
+        probs = probs * (weight * (1.0 / new_unit))[:, None]
+    weights = gl.convert_layout(probs.to(dot_type(TYPE)), gl.DotOperandLayout(1, MMA, 2))
+    return weights, decay, total, new_top, v_unit
 
 
 @gluon.jit
@@ -308,10 +309,10 @@ def _add_values(
 
 @gluon.jit
 def _store(
-    ptr, first_row, a0, a1, a2, a3, factor,
+    ptr, a0, a1, a2, a3, factor,
     PARTS: gl.constexpr, WORDS: gl.constexpr, RUN: gl.constexpr, N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Rows `first_row + head` of `ptr` `[rows, V_DIM]`: 16 bytes per lane and store, in the order of channels."""
+    """All heads into `[GROUP, V_DIM]` at `ptr`: 16 bytes per lane and store, in the order of channels."""
     a0 = a0 * factor[None, :]
     a1 = a1 * factor[None, :]
     if PARTS == 4:
@@ -323,8 +324,7 @@ def _store(
     x = x.reshape([WORDS // (8 * RUN), RUN, 8, N, PARTS]).permute([3, 0, 2, 1, 4]).reshape([N, WORDS * PARTS])
     head = gl.arange(0, N, layout=gl.SliceLayout(1, x.type.layout))
     channel = gl.arange(0, WORDS * PARTS, layout=gl.SliceLayout(0, x.type.layout))
-    at = (first_row + head)[:, None] * (WORDS * PARTS) + channel[None, :]
-    gl.store(ptr + at, x, mask=(head < GROUP)[:, None])
+    gl.store(ptr + (head * (WORDS * PARTS))[:, None] + channel[None, :], x, mask=(head < GROUP)[:, None])
 
 
 def launch(layer: LayerKV) -> tuple[int, int, int]:

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_paged.kernels import prefill_workspace
-from hf_paged.kernels.decode_attention import base2_scale, channel_block, dot_dtype
+from hf_paged.kernels.decode_attention import base2_scale, channel_block, dot_dtype, scale_of
 from hf_paged.kernels.group_tile import group_tile
-from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, Pages, PlainPages
+from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, PlainPages
 from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.prefill_config import PrefillConfig, choose_config
 from hf_paged.kernels.tiles import normalise_rows, softmax_step
@@ -332,9 +332,9 @@ def _attend(
         out,
         query,
         k,
-        _scale(layer.k),
+        scale_of(layer.k),
         v,
-        _scale(layer.v),
+        scale_of(layer.v),
         meta.block_tables,
         meta.cu_seqlens_q,
         meta.seq_lens,
@@ -346,9 +346,9 @@ def _attend(
         out.stride(0),
         out.stride(1),
         k.stride(0),
-        _scale(layer.k).stride(0),
+        scale_of(layer.k).stride(0),
         v.stride(0),
-        _scale(layer.v).stride(0),
+        scale_of(layer.v).stride(0),
         meta.block_tables.stride(0),
         k.shape[2] if workspace else 0,
         *base2_scale(scale, softcap),
@@ -377,7 +377,3 @@ def _attend(
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
     )
-
-
-def _scale(pages: Pages) -> Tensor:
-    return pages.data if isinstance(pages, PlainPages) else pages.scale

@@ -226,10 +226,37 @@ def q_pairs(q, WORDS: gl.constexpr, N: gl.constexpr, B: gl.constexpr):
 
 
 @gluon.jit
-def tile_words(ptr, stride, block, row_in_block, WORDS: gl.constexpr, TILE: gl.constexpr, L: gl.constexpr):
+def head_of_pages(ptr, scale_ptr, stride, scale_stride, row, DIM: gl.constexpr):
+    """Pages and scales from `row` on: pages, and scales of 4 bits, as 32-bit words, strides too."""
+    TYPE: gl.constexpr = ptr.dtype.element_ty
+    ROW: gl.constexpr = DIM // 8 if gl.uint8 == TYPE else DIM // parts(TYPE)
+    words = ptr.to(gl.pointer_type(gl.int32)) + row * ROW
+    scales = scale_ptr + row
+    if gl.uint8 == TYPE:
+        scales = scale_ptr.to(gl.pointer_type(gl.int32)) + row * (DIM // 64)
+        scale_stride = scale_stride // 2
+    return words, scales, stride // parts(TYPE), scale_stride
+
+
+@gluon.jit
+def tile_words(ptr, stride, block, row, WORDS: gl.constexpr, TILE: gl.constexpr, L: gl.constexpr):
     """Pointers to the 32-bit words of a tile, `[TILE, WORDS]`."""
-    PARTS: gl.constexpr = parts(ptr.dtype.element_ty)
     n = gl.arange(0, TILE, layout=gl.SliceLayout(1, L))
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, L))
-    base = ptr.to(gl.pointer_type(gl.int32)) + (block * (stride // PARTS) + row_in_block * WORDS)
-    return base + n[:, None] * WORDS + word[None, :]
+    return ptr + (block.to(gl.int64) * stride + row * WORDS) + n[:, None] * WORDS + word[None, :]
+
+
+@gluon.jit
+def inverse_denominator(top, total, whole, lse_ptr, sinks_ptr, GROUP: gl.constexpr, SINKS: gl.constexpr):
+    """1 / `total` `[N]`, with a sink for a whole head; a part has none, but its base-2 log-sum-exp is stored."""
+    head = gl.arange(0, top.shape[0], layout=top.type.layout)
+    inverse = 1.0 / total
+    if whole:
+        if SINKS:
+            sink = gl.load(sinks_ptr + head, mask=head < GROUP, other=0.0).to(gl.float32) * 1.4426950408889634
+            new_top = gl.maximum(top, sink)
+            decay = gl.exp2(top - new_top)
+            inverse = decay / (total * decay + gl.exp2(sink - new_top))
+    else:
+        gl.store(lse_ptr + head, top + gl.log2(total), mask=head < GROUP)
+    return inverse

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from hf_paged.kernels.decode_registers import decode_registers_kernel
-from hf_paged.kernels.decode_shares import join_kernel
+from hf_paged.kernels.decode_join import join_kernel
 from hf_paged.kernels.prefill_attention import _prefill
 from hf_paged.kernels.prefill_workspace import _dequantize
 

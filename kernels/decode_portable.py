@@ -1,0 +1,210 @@
+"""Triton decode attention over pages of any format and shape: one query per sequence, memory-bound by design.
+
+One program reads an equal share of all (sequence, KV head) pairs' tiles (`decode_shares.py`). A tile lies inside one
+page, so it needs one scalar block-table load and one 64-bit base; every other offset is static. All query heads of the
+KV head share the tile (they fill rows that the matrix unit would pad). Only a sequence's last tile, and the first of a
+window, are masked. `decode_registers.py` is the faster kernel of the common shapes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_paged.kernels.decode_shares import share, visible_tiles
+from hf_paged.kernels.group_tile import group_tile
+from hf_paged.kernels.tiles import normalise_rows, softmax_step
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "kv_heads", "held", "window", "tables_stride"]
+)  # they vary: no kernel per value
+def decode_portable_kernel(
+    out_ptr,  # [num_seqs, heads, V_DIM]
+    partial_ptr,  # [programs, 2, GROUP, V_DIM] fp32
+    lse_ptr,  # [programs, 2, GROUP] fp32, base 2
+    q_ptr,  # [num_seqs, heads, K_DIM], last dimension contiguous
+    k_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, K_DIM]
+    k_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16
+    v_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE, V_DIM]
+    v_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16
+    tables_ptr,  # [num_seqs, max_blocks] int32
+    seq_lens_ptr,  # [num_seqs] int32
+    sinks_ptr,  # [heads], or [num_seqs, heads] where SINKS is 2
+    q_stride_t,
+    q_stride_h,
+    k_stride,
+    k_scale_stride,
+    v_stride,
+    v_scale_stride,
+    tables_stride,
+    scale,  # softmax scale; times log2 e without SOFTCAP, times 2 log2 e / softcap with it
+    softcap,  # softcap * log2 e
+    window,
+    num_seqs,
+    kv_heads,
+    held,
+    GROUP: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    K_SCALED: tl.constexpr,
+    V_SCALED: tl.constexpr,
+    K_INT4: tl.constexpr,
+    V_INT4: tl.constexpr,
+    K_DOT: tl.constexpr,
+    V_DOT: tl.constexpr,
+    BYTE_PERMUTE: tl.constexpr,
+    STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    start, stop, seq, before = share(seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW, TILE, LEAST, WHOLE)
+    while start < stop:
+        seq_len = tl.load(seq_lens_ptr + seq)
+        first_token, first_tile, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
+        offset = start - before * kv_heads
+        if offset >= tiles * kv_heads:
+            before += tiles
+            seq += 1
+        else:
+            kv_head = offset // tiles
+            skipped = offset % tiles
+            count = tl.minimum(tiles - skipped, stop - start)
+            begin = first_tile + skipped
+            row = tl.arange(0, ROWS)
+            dk = tl.arange(0, K_BLOCK)
+            q_offset = seq.to(tl.int64) * q_stride_t + (kv_head * GROUP + row) * q_stride_h
+            q_mask = (row < GROUP)[:, None] & (dk < K_DIM)[None, :]
+            q = tl.load(q_ptr + q_offset[:, None] + dk[None, :], mask=q_mask, other=0.0)
+            acc, total, top = _attend(
+                q, begin, begin + count, first_token, seq_len, kv_head, tables_ptr + seq.to(tl.int64) * tables_stride,
+                k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, k_stride, k_scale_stride, v_stride, v_scale_stride,
+                scale, softcap, ROWS, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, TILE, WINDOW, SOFTCAP,
+                K_SCALED, V_SCALED, K_INT4, V_INT4, K_DOT, V_DOT, BYTE_PERMUTE, STAGES,
+            )  # fmt: skip
+            slot = (tl.program_id(0) * 2 + (skipped == 0).to(tl.int32)) * GROUP
+            out_row = (seq.to(tl.int64) * kv_heads + kv_head) * GROUP
+            sink_row = (seq.to(tl.int64) * kv_heads * (SINKS - 1) + kv_head) * GROUP
+            _store(
+                acc, total, top, count == tiles, out_ptr + out_row * V_DIM, partial_ptr + slot * V_DIM, lse_ptr + slot,
+                sinks_ptr + sink_row, GROUP, V_DIM, SINKS, ROWS, V_BLOCK,
+            )  # fmt: skip
+            start += count
+
+
+@triton.jit
+def _attend(
+    q,  # [ROWS, K_BLOCK]
+    begin, end, first_token, seq_len, kv_head, table_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr,
+    k_stride, k_scale_stride, v_stride, v_scale_stride, scale, softcap,
+    ROWS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, K_INT4: tl.constexpr, V_INT4: tl.constexpr,
+    K_DOT: tl.constexpr, V_DOT: tl.constexpr, BYTE_PERMUTE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tiles `[begin, end)` of one sequence and KV head: weighted values, denominator and maximum of the softmax."""
+    n = tl.arange(0, TILE)
+    q, q_unit = normalise_rows(q, K_DOT, K_SCALED)
+    q_unit *= scale
+    acc = tl.zeros([ROWS, V_BLOCK], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    v_unit = 1e-30
+
+    # Masked tiles first, whatever their place: the order of keys does not matter to a softmax.
+    last_partial = (end * TILE > seq_len).to(tl.int32)
+    first_partial = 0
+    if WINDOW:
+        first_partial = ((begin * TILE < first_token) & (end - begin > last_partial)).to(tl.int32)
+    for i in range(last_partial + first_partial):
+        tile = tl.where(i < last_partial, end - 1, begin)
+        block = tl.load(table_ptr + tile * TILE // BLOCK_SIZE).to(tl.int64)
+        row = kv_head * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
+        keep = (tile * TILE + n < seq_len) & (tile * TILE + n >= first_token)
+        k, k_scale = _load(
+            k_ptr, k_scale_ptr, k_stride, k_scale_stride, block, row, keep,
+            True, K_DIM, K_BLOCK, TILE, K_SCALED, K_INT4, K_DOT,
+        )  # fmt: skip
+        v, v_scale = _load(
+            v_ptr, v_scale_ptr, v_stride, v_scale_stride, block, row, keep,
+            True, V_DIM, V_BLOCK, TILE, V_SCALED, V_INT4, V_DOT,
+        )  # fmt: skip
+        acc, total, top, v_unit = softmax_step(
+            acc, total, top, v_unit, q, q_unit, k, k_scale, v, v_scale, keep[None, :], softcap,
+            True, SOFTCAP, K_SCALED, V_SCALED, K_DOT, V_DOT, BYTE_PERMUTE,
+        )  # fmt: skip
+
+    for tile in tl.range(begin + first_partial, end - last_partial, num_stages=STAGES):
+        block = tl.load(table_ptr + tile * TILE // BLOCK_SIZE).to(tl.int64)
+        row = kv_head * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
+        k, k_scale = _load(
+            k_ptr, k_scale_ptr, k_stride, k_scale_stride, block, row, n >= 0,
+            False, K_DIM, K_BLOCK, TILE, K_SCALED, K_INT4, K_DOT,
+        )  # fmt: skip
+        v, v_scale = _load(
+            v_ptr, v_scale_ptr, v_stride, v_scale_stride, block, row, n >= 0,
+            False, V_DIM, V_BLOCK, TILE, V_SCALED, V_INT4, V_DOT,
+        )  # fmt: skip
+        acc, total, top, v_unit = softmax_step(
+            acc, total, top, v_unit, q, q_unit, k, k_scale, v, v_scale, None, softcap,
+            False, SOFTCAP, K_SCALED, V_SCALED, K_DOT, V_DOT, BYTE_PERMUTE,
+        )  # fmt: skip
+
+    if V_SCALED:
+        acc *= v_unit
+    return acc, total, top
+
+
+@triton.jit
+def _load(
+    ptr, scale_ptr, stride, scale_stride, block, row, keep, MASKED: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr, INT4: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """A tile `[TILE, BLOCK]` from row `row` of a block on, and its scales; where MASKED, zeros for rows not to keep."""
+    n = tl.arange(0, TILE)
+    d = tl.arange(0, BLOCK)
+    scale = tl.zeros([TILE], tl.float32)
+    if INT4:
+        values, scale = group_tile(ptr, scale_ptr, block, row + n, stride, scale_stride, d, keep, DIM, DOT)
+    else:
+        pointers = ptr + (block * stride + row * DIM) + (n[:, None] * DIM + d[None, :])
+        if MASKED or BLOCK != DIM:
+            mask = keep[:, None] & (d < DIM)[None, :]
+            values = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+        else:
+            values = tl.load(pointers, eviction_policy="evict_first")
+        if SCALED and MASKED:
+            scale = tl.load(scale_ptr + (block * scale_stride + row) + n, mask=keep, other=0.0).to(tl.float32)
+        elif SCALED:
+            scale = tl.load(scale_ptr + (block * scale_stride + row) + n).to(tl.float32)
+    return values, scale
+
+
+@triton.jit
+def _store(
+    acc, total, top, whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
+    GROUP: tl.constexpr, V_DIM: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, V_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The heads' result into `out`, their sinks included, if it is of all tiles (`whole`); else a partial one."""
+    row = tl.arange(0, ROWS)
+    dv = tl.arange(0, V_BLOCK)
+    at = row[:, None] * V_DIM + dv[None, :]
+    mask = (row < GROUP)[:, None] & (dv < V_DIM)[None, :]
+    if whole:
+        if SINKS:
+            sink = tl.load(sinks_ptr + row, mask=row < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
+            new_top = tl.maximum(top, sink)
+            acc *= tl.exp2(top - new_top)[:, None]
+            total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+        tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(partial_ptr + at, acc / total[:, None], mask=mask)
+        tl.store(lse_ptr + row, top + tl.log2(total), mask=row < GROUP)
