@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER, _OVERLAP = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, *_PROGRAMMATIC_STREAM_SERIALIZATION
 _TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128_BYTES, _PROMOTE_256_BYTES = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 
@@ -81,12 +81,19 @@ class CudaKernel:
         self._shared_bytes = shared_bytes
 
     def launch(
-        self, grid: int, threads: int, arguments: Sequence[Tensor | TensorMap | int | None], *, overlap: bool = False
+        self,
+        grid: int,
+        threads: int,
+        arguments: Sequence[Tensor | TensorMap | int | None],
+        *,
+        overlap: bool = False,
+        cluster: int = 1,
     ) -> None:
         """Pointers (None is null), tensor maps and 32-bit integers, on the current stream.
 
         With `overlap` it may start before the kernel before it has ended, and must wait for that one
-        (`griddepcontrol.wait`) before it reads or writes what the other touches.
+        (`griddepcontrol.wait`) before it reads or writes what the other touches. `cluster`: blocks that run side by
+        side and reach each other's shared memory; a divisor of `grid`.
         """
         values = [
             ctypes.c_int(item) if isinstance(item, int) else ctypes.c_void_p(None if item is None else item.data_ptr())
@@ -97,10 +104,10 @@ class CudaKernel:
         pointers = (ctypes.c_void_p * len(arguments))(
             *(item.address if isinstance(item, TensorMap) else ctypes.addressof(next(plain)) for item in arguments)
         )
-        attributes = (_Attribute * 1)(_Attribute(id=_OVERLAP))
-        attributes[0].value[0] = 1
+        asked = ((_CLUSTER, (cluster, 1, 1)),) * (cluster > 1) + ((_OVERLAP, (1,)),) * overlap
+        attributes = (_Attribute * 2)(*(_Attribute(id, 0, value) for id, value in asked))
         stream = torch.cuda.current_stream().cuda_stream
-        config = _LaunchConfig(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, attributes, int(overlap))
+        config = _LaunchConfig(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, attributes, len(asked))
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
 

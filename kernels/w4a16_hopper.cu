@@ -12,7 +12,7 @@
 //   SCALE           0 fp16, 1 bf16, 2 fp32
 //   HAS_ZEROS, and MIDDLE, the zero point without zeros
 //   REGISTERS, PRODUCE_REGISTERS   of a thread that multiplies, produces
-//   BURST, BUFFERS, WGMMA   of w4a16_hopper_many.cu
+//   BURST, BUFFERS, WGMMA   of w4a16_hopper_many.cu; BURST is 0 for w4a16_hopper_few.cu
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -31,6 +31,7 @@ constexpr int S_AT = W_AT + STAGES * W_BYTES;
 constexpr int Z_AT = S_AT + STAGES * S_BYTES;
 constexpr int BAR_AT = Z_AT + STAGES * Z_BYTES;
 constexpr u32 MAGIC = HALF ? 0x64006400u : 0x43004300u;  // of 1024 or 128: a code in the low bits adds its value
+constexpr float SUM_UNIT = BURST > 0 && !HALF ? 0x1p48f : 1.0f;  // bf16 weights of many tokens are that much too small
 constexpr int MULTIPLIERS = 128 * WARPGROUPS;
 constexpr int THREADS = MULTIPLIERS + 128;
 
@@ -145,9 +146,11 @@ __device__ __forceinline__ void unpack(u32 (&a)[8], const uint4& top, const uint
   }
 }
 
+__device__ __forceinline__ u32 zero_of(const char* smem, int stage, int g, int row) {
+  return (HAS_ZEROS ? ((const u8*)smem + Z_AT + stage * Z_BYTES + g * ROWS)[row] : MIDDLE) * 0x00010001u;
+}
 __device__ __forceinline__ u32 zero_pair(const char* smem, int stage, int g, int row) {
-  if (!HAS_ZEROS) return MAGIC | MIDDLE * 0x00010001u;
-  return ((const u8*)smem + Z_AT + stage * Z_BYTES + g * ROWS)[row] * 0x00010001u | MAGIC;
+  return zero_of(smem, stage, g, row) | MAGIC;
 }
 
 __device__ __forceinline__ float bias_of(const u16* bias, int n, int N) {
@@ -164,7 +167,7 @@ __device__ __forceinline__ void store_block(float4 v, const u16* bias, u16* out,
   for (int h = 0; h < 2; h++) {
     const int row = n + 8 * h + lane / 4;
     const float b = bias_of(bias, row, N);
-    const float v0 = (h ? v.z : v.x) + b, v1 = (h ? v.w : v.y) + b;
+    const float v0 = (h ? v.z : v.x) * SUM_UNIT + b, v1 = (h ? v.w : v.y) * SUM_UNIT + b;
     const float other = __shfl_xor_sync(~0u, odd ? v0 : v1, 4);
     const u32 word = odd ? pack2(other, v1) : pack2(v0, other);
     if (m < M && row < N) *(u32*)(out + (long long)m * N + (row & ~1)) = word;
@@ -198,6 +201,10 @@ __device__ __forceinline__ void add(float4& sum, float4 v) {
 }
 __device__ __forceinline__ void warpgroup_sync() {
   asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void write_part(const Problem& p, int* counter, const float (&acc)[SUB][BM / 2]) {
@@ -236,6 +243,31 @@ __device__ __forceinline__ void share_tile(const Problem& p, int tile, const flo
   }
 }
 
+// Two programs of a tile are a cluster: each writes half of its part into the other's ring once both are done with it.
+__device__ __forceinline__ void share_with_neighbour(const Problem& p, int tile, const float (&acc)[SUB][BM / 2]) {
+  extern __shared__ __align__(1024) char ring[];
+  const bool second = blockIdx.x % 2;
+  const u32 here = shared_address(ring) + (threadIdx.x / 128 * (PIECES / 2) * 128 + threadIdx.x % 128) * 16;
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(second ? 0 : 1));
+  cluster_sync();
+#pragma unroll
+  for (int i = 0; i < PIECES; i += 2) {
+    const float4 v = second ? piece_of(acc, i) : piece_of(acc, i + 1);
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there + i / 2 * 2048), "f"(v.x), "f"(v.y),
+                 "f"(v.z), "f"(v.w) : "memory");
+  }
+  cluster_sync();
+#pragma unroll
+  for (int i = 0; i < PIECES; i += 2) {
+    float4 sum = second ? piece_of(acc, i + 1) : piece_of(acc, i), v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(here + i / 2 * 2048) : "memory");
+    add(sum, v);
+    store_piece(p, tile, i + second, sum);
+  }
+}
+
 // Else the program that begins a tile adds what the ones after it, whose first work that was, have long written.
 __device__ __forceinline__ void collect_tile(const Problem& p, int tile, int k_begin, float (&acc)[SUB][BM / 2]) {
   if (k_begin > 0) {
@@ -268,7 +300,9 @@ __device__ __forceinline__ void collect_tile(const Problem& p, int tile, int k_b
 // timing.
 __device__ __forceinline__ void end_tile(const Problem& p, int tile, int k_begin, float (&acc)[SUB][BM / 2]) {
   const int tiles = p.units / p.steps;
-  if (gridDim.x > tiles && gridDim.x % tiles == 0)
+  if (BURST > 0 && gridDim.x == 2 * tiles)
+    share_with_neighbour(p, tile, acc);
+  else if (gridDim.x > tiles && gridDim.x % tiles == 0)
     share_tile(p, tile, acc);
   else
     collect_tile(p, tile, k_begin, acc);

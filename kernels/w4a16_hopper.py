@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 
 STEP = 128  # channels of a unit
 MAX_HOPPER_ROWS = 2048  # above, cuBLAS on dequantized weights is faster (`eval/weights_bench.py`)
+MAX_FEW_ROWS = 16
 MAX_PROGRAMS = 16  # of a tile: each waits for the others, so all of them must fit beside what other streams run
 _SHARED_BYTES = 227 * 1024 - 1024  # of one program, less what the compiler takes
 _SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_REGISTERS = {0: (232, 40), 2: (240, 24), 3: (144, 32)}  # of a thread that multiplies, produces; 0: few tokens
+_REGISTERS = {2: (232, 40), 3: (152, 40)}  # by warpgroups, of a thread that multiplies, produces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,19 +85,27 @@ class Variant:
 class TileShape:
     """A tile and what it costs in microseconds, fitted to an H200's times of 8 weight shapes (most within 8%).
 
-    The ends are launch, first load, store, and the sum over the programs of a tile: none where each has whole tiles, in
-    parallel where all tiles have as many, else by one program of a tile.
+    The ends are launch, first load, store, and the sum over the programs of a tile: none where each has whole tiles,
+    between neighbours where each tile has two, in parallel where all tiles have as many, else by one program of a tile.
     """
 
     tiles: HopperTiles
     unit: float
     whole: float
+    pair: float
     even: float
     uneven: float
 
 
-def _few(block_m: int, rows: int, most_stages: int, unit: float, *ends: float) -> TileShape:
-    return TileShape(HopperTiles(block_m=block_m, rows=rows, most_stages=most_stages), unit, *ends)
+def _few(block_m: int, rows: int, most_stages: int, unit: float, whole: float, even: float, uneven: float) -> TileShape:
+    tiles = HopperTiles(block_m=block_m, rows=rows, most_stages=most_stages)
+    return TileShape(tiles, unit, whole, even, even, uneven)
+
+
+def _many(block_m: int, rows: int, burst: int, *costs: float, buffers: int = 1) -> TileShape:
+    warpgroups = 3 if rows == 192 else 2
+    tiles = HopperTiles(block_m=block_m, rows=rows, burst=burst, buffers=buffers, warpgroups=warpgroups)
+    return TileShape(tiles, *costs)
 
 
 # more stages than these and all loads of a short product are under way at once: they also end at once, and nothing is
@@ -108,27 +117,36 @@ SHAPES = (
     _few(16, 256, 5, 0.66, 1.5, 6.8, 8.3),
     _few(16, 384, 4, 0.92, 1.5, 7.6, 8.5),
     _few(16, 512, 4, 1.16, 2.0, 9.5, 16.0),
-    TileShape(HopperTiles(block_m=32, rows=256, burst=8), 1.067, 5.0, 6.2, 6.6),
-    TileShape(HopperTiles(block_m=32, rows=512, burst=4), 1.5, 9.4, 10.0, 15.0),
-    TileShape(HopperTiles(block_m=64, rows=256, burst=8), 1.116, 7.6, 8.2, 11.3),
-    TileShape(HopperTiles(block_m=64, rows=512, burst=2), 1.825, 8.3, 15.5, 23.5),
-    TileShape(HopperTiles(block_m=96, rows=256, burst=4), 1.22, 5.0, 11.0, 14.4),
-    TileShape(HopperTiles(block_m=128, rows=128, burst=4), 1.135, 1.0, 5.6, 12.0),
-    TileShape(HopperTiles(block_m=128, rows=192, burst=4, warpgroups=3), 1.438, 0.7, 8.0, 14.0),
-    TileShape(HopperTiles(block_m=128, rows=256, burst=4, buffers=2), 1.536, 2.2, 10.5, 15.9),
-    TileShape(HopperTiles(block_m=256, rows=128, burst=4), 1.399, 2.8, 8.5, 13.0),
+    _many(32, 128, 8, 0.43, 3.2, 3.6, 4.8, 6.0),
+    _many(32, 192, 8, 0.56, 3.4, 4.8, 5.7, 7.3),
+    _many(32, 256, 8, 0.64, 3.1, 5.4, 6.3, 9.8),
+    _many(32, 384, 4, 0.95, 1.0, 5.3, 7.6, 11.5),
+    _many(64, 128, 8, 0.515, 1.8, 3.5, 5.3, 6.8),
+    _many(64, 192, 8, 0.79, 2.7, 3.5, 5.9, 8.0),
+    _many(64, 256, 8, 0.86, 3.2, 4.4, 7.7, 12.2),
+    _many(64, 384, 2, 1.31, 1.0, 5.7, 8.9, 14.2),
+    _many(96, 128, 4, 0.624, 2.7, 3.9, 6.3, 8.1),
+    _many(96, 192, 4, 0.855, 4.2, 5.0, 7.5, 9.6),
+    _many(128, 128, 4, 0.736, 2.5, 4.2, 7.3, 9.0),
+    _many(128, 192, 8, 1.05, 3.5, 5.8, 9.2, 11.3),
+    _many(128, 256, 2, 1.36, 2.6, 5.3, 9.9, 14.1, buffers=2),
+    _many(256, 128, 4, 1.34, 2.3, 4.8, 10.2, 13.5),
 )
 
 
 def hopper_launches(m: int, n: int, k: int, multiprocessors: int) -> Iterator[tuple[float, HopperTiles]]:
     """Every launch for this product with its cost in microseconds."""
     steps = -(-k // STEP)
-    for shape in SHAPES:
+    for shape in (shape for shape in SHAPES if shape.tiles.many == (m > MAX_FEW_ROWS)):
         blocks = -(-n // shape.tiles.rows) * -(-m // shape.tiles.block_m)
         most = min(multiprocessors, blocks * min(steps, MAX_PROGRAMS))
         for programs in {most, most // blocks * blocks, blocks // -(-blocks // most)} - {0}:
-            whole, even = blocks % programs == 0, programs % blocks == 0
-            end = shape.whole if whole else shape.even if even else shape.uneven
+            if blocks % programs == 0:
+                end = shape.whole
+            elif programs % blocks == 0:
+                end = shape.pair if programs == 2 * blocks else shape.even
+            else:
+                end = shape.uneven
             cost = -(-blocks * steps // programs) * shape.unit + end
             yield cost, replace(shape.tiles, programs=programs)
 
@@ -170,7 +188,8 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Te
     if weight.perm is not None:
         x = gather_channels(x, weight.perm)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    parts = programs if blocks % programs else 0  # a program writes at most one part of a tile that others share
+    pair = tiles.many and programs == 2 * blocks  # their parts stay in shared memory
+    parts = 0 if pair or blocks % programs == 0 else programs  # one of each: of the one tile that it does not end
     partial = torch.empty(parts * tiles.rows * tiles.block_m, dtype=torch.float32, device=x.device)
     variant = Variant(
         tiles=replace(tiles, programs=0),
@@ -198,7 +217,9 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Te
     with torch.cuda.device(x.device):
         # weights are read before the kernel before has ended; in a captured graph none of them is written
         overlap = torch.cuda.is_current_stream_capturing()
-        _kernel(variant, x.device.index).launch(programs, tiles.threads, arguments, overlap=overlap)
+        _kernel(variant, x.device.index).launch(
+            programs, tiles.threads, arguments, overlap=overlap, cluster=2 if pair else 1
+        )
     return out
 
 
@@ -224,7 +245,7 @@ def _kernel(variant: Variant, device: int) -> CudaKernel:
 def source(variant: Variant) -> str:
     """The CUDA source with the variant's definitions."""
     tiles = variant.tiles
-    registers, produce_registers = _REGISTERS[tiles.warpgroups if tiles.many else 0]
+    registers, produce_registers = _REGISTERS[tiles.warpgroups]
     defines = {
         "BM": tiles.block_m,
         "ROWS": tiles.rows,

@@ -2,6 +2,8 @@
 // burst of products while the others unpack. A product whose operand is in registers holds its warp up until the matrix
 // unit takes it; where each was followed by unpacking the next operand, warps fell in step and the unit idled for a third
 // of the time and more. Scales multiply the weights, rounded to 16 bits.
+constexpr u64 X_ROWS = (u64)64 << 32 | (u64)1 << 62;  // of a descriptor: swizzled rows of 128 bytes, 8 of them 1024
+
 struct alignas(64) TensorMap {
   u64 words[16];
 };
@@ -11,6 +13,52 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 }
 __device__ __forceinline__ void wgmma(float (&d)[BM / 2], const u32* a, u64 b) WGMMA
 
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn." T2 " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// What unpacks a row of a group. Codes of even slices of a word stand in bits 0..3 of its halves, of odd slices in bits
+// 4..7; a shift by 8 brings the second two there.
+//   bf16  Such a half alone is a subnormal number, code * 2^-133 or code * 2^-129 (numbers are evenly spaced up to
+//         2^-125). Times scale * 2^85 or a sixteenth of it that is the weight * 2^-48, and sums are multiplied by 2^48.
+//         Without zero points one fma centres, too, and is exact before it rounds: the middle is a power of two.
+//   fp16  With a magic exponent it is 1024 + code or 1024 + 16 * code, which an fma centres.
+struct Row {
+  u32 even, odd, scale_even, scale_odd;
+};
+
+__device__ __forceinline__ Row row_of(float scale, u32 zero) {
+#if HALF
+  const u32 twice = pack2(scale, scale);
+  return {0xE400E400u + zero, 0xD400D400u + (zero << 4), twice, twice};
+#else
+  const u32 twice = pack2(scale * 0x1p85f, scale * 0x1p85f), sixteenth = mul2(twice, 0x3D803D80u);
+  if (HAS_ZEROS) return {zero, mul2(zero, 0x41804180u), twice, sixteenth};
+  const u32 centre = mul2(twice, MIDDLE * 0x00010001u | 0x80008000u);
+  return {centre, centre, twice, sixteenth};
+#endif
+}
+
+// Slice j of the words of a row pair -> its 32 channels as two left operands.
+__device__ __forceinline__ void unpack_scaled(u32 (&a)[8], const uint4& top_words, const uint4& bottom_words, int j,
+                                              const Row& top, const Row& bottom) {
+  const u32 words[8] = {top_words.x, bottom_words.x, top_words.y, bottom_words.y,
+                        top_words.z, bottom_words.z, top_words.w, bottom_words.w};
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const Row& row = i % 2 ? bottom : top;
+    const u32 zero = j % 2 ? row.odd : row.even, scale = j % 2 ? row.scale_odd : row.scale_even;
+    const u32 field = (j < 2 ? words[i] : words[i] >> 8) & (j % 2 ? 0x00F000F0u : 0x000F000Fu);
+#if HALF
+    a[i] = mul2(fma2(field | MAGIC, j % 2 ? 0x2C002C00u : 0x3C003C00u, zero), scale);
+#else
+    a[i] = HAS_ZEROS ? mul2(sub2(field, zero), scale) : fma2(field, scale, zero);
+#endif
+  }
+}
+
 // 64 channels of BM tokens in rows of 128 bytes, swizzled; zeros beyond the tensor.
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap* x, int channel, int token, u32 bar) {
   asm volatile(
@@ -18,25 +66,71 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap* x, int channel
       ::"r"(to), "l"(x), "r"(channel), "r"(token), "r"(bar) : "memory");
 }
 
-// One thread.
-__device__ __forceinline__ void produce(const Problem& p, const TensorMap* x, char* smem, u32 full, u32 empty) {
-  for (int u = p.begin; u < min(p.end, p.begin + STAGES); u++)
-    produce_weights(p, smem, u - p.begin, u, full + 8 * (u - p.begin), X_BYTES);
-  wait_for_kernel_before();
-  int stage = 0, parity = 1;
+// Where a producer is. It does not divide from unit to unit: a thread alone would take longer than the multipliers.
+struct Walk {
+  int tile, step, stage, parity;
+};
+__device__ __forceinline__ Walk begin_walk(const Problem& p) {
+  return {p.begin / p.steps, p.begin % p.steps, 0, 1};
+}
+__device__ __forceinline__ bool next_unit(const Problem& p, Walk& at) {  // whether another tile begins
+  if (++at.stage == STAGES) {
+    at.stage = 0;
+    at.parity ^= 1;
+  }
+  if (++at.step < p.steps) return false;
+  at.step = 0;
+  at.tile++;
+  return true;
+}
+
+// One thread. Depends on no kernel before this one.
+__device__ __forceinline__ void bring_weights(const Problem& p, char* smem, u32 full, u32 empty) {
+  Walk at = begin_walk(p);
+  const int group_steps = max(p.group / 128, 1);
+  int block, rows, group, step_of_group;
+  const auto begin_tile = [&]() {
+    block = at.tile / p.tiles_m * TILES;
+    rows = min(ROWS, p.N - block * 64);
+    group = at.step / group_steps;
+    step_of_group = at.step % group_steps;
+  };
+  begin_tile();
   for (int u = p.begin; u < p.end; u++) {
-    if (u - p.begin >= STAGES) {
-      barrier_wait(empty + 8 * stage, parity);
-      produce_weights(p, smem, stage, u, full + 8 * stage, X_BYTES);
+    barrier_wait(empty + 8 * at.stage, at.parity);
+    const u32 bar = full + 8 * at.stage, w_to = shared_address(smem + W_AT + at.stage * W_BYTES);
+    const u32 s_to = shared_address(smem + S_AT + at.stage * S_BYTES);
+    const u32 z_to = shared_address(smem + Z_AT + at.stage * Z_BYTES);
+    const int blocks = (rows + 63) / 64;
+    barrier_expect(bar, X_BYTES + blocks * 4096 + GROUPS * rows * (SCALE_BYTES + HAS_ZEROS));
+    const char* from = p.packed + ((long long)block * p.steps + at.step) * 4096;
+    for (int i = 0; i < blocks; i++, from += (long long)p.steps * 4096) copy_bulk(w_to + i * 4096, from, 4096, bar);
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      const long long first = (long long)min(group * GROUPS + g, p.groups - 1) * p.N + block * 64;
+      copy_bulk(s_to + g * ROWS * SCALE_BYTES, p.scales + first * SCALE_BYTES, rows * SCALE_BYTES, bar);
+      if (HAS_ZEROS) copy_bulk(z_to + g * ROWS, p.zeros + first, rows, bar);
     }
-    const int tile = u / p.steps, channel = (u - tile * p.steps) * 128, token = tile % p.tiles_m * BM;
-    const u32 to = shared_address(smem + stage * X_BYTES);
-    copy_box(to, x, channel, token, full + 8 * stage);
-    copy_box(to + BM * 128, x, channel + 64, token, full + 8 * stage);
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
+    if (++step_of_group == group_steps) {
+      step_of_group = 0;
+      group++;
     }
+    if (next_unit(p, at)) begin_tile();
+  }
+}
+
+// One thread.
+__device__ __forceinline__ void bring_activations(const Problem& p, const TensorMap* x, char* smem, u32 full,
+                                                  u32 empty) {
+  Walk at = begin_walk(p);
+  int token = at.tile % p.tiles_m * BM;
+  wait_for_kernel_before();
+  for (int u = p.begin; u < p.end; u++) {
+    barrier_wait(empty + 8 * at.stage, at.parity);
+    const u32 to = shared_address(smem + at.stage * X_BYTES), bar = full + 8 * at.stage;
+    copy_box(to, x, at.step * 128, token, bar);
+    copy_box(to + BM * 128, x, at.step * 128 + 64, token, bar);
+    if (next_unit(p, at)) token = at.tile % p.tiles_m * BM;
   }
 }
 
@@ -47,18 +141,15 @@ __device__ __forceinline__ void multiply(const Problem& p, char* smem, u32 full,
   float acc[SUB][BM / 2];
   u32 a[BUFFERS][SUB][BURST / 2][8];
   uint4 top[SUB], bottom[SUB];
-  u32 zero_top[SUB], zero_bottom[SUB], scale_top[SUB], scale_bottom[SUB];
+  Row row_top[SUB], row_bottom[SUB];
   int stage = 0, parity = 0;
   const auto load_scales = [&](int g) {
 #pragma unroll
     for (int s = 0; s < SUB; s++) {
       const int row = (warpgroup * SUB + s) * 64 + warp * 16 + lane / 4;
       const char* scale_at = smem + S_AT + stage * S_BYTES + g * ROWS * SCALE_BYTES;
-      const float f = load_scale(scale_at, row), h = load_scale(scale_at, row + 8);
-      scale_top[s] = pack2(f, f);
-      scale_bottom[s] = pack2(h, h);
-      zero_top[s] = zero_pair(smem, stage, g, row);
-      zero_bottom[s] = zero_pair(smem, stage, g, row + 8);
+      row_top[s] = row_of(load_scale(scale_at, row), zero_of(smem, stage, g, row));
+      row_bottom[s] = row_of(load_scale(scale_at, row + 8), zero_of(smem, stage, g, row + 8));
     }
   };
   const auto load_words = [&]() {
@@ -81,9 +172,8 @@ __device__ __forceinline__ void multiply(const Problem& p, char* smem, u32 full,
     for (int step = k_begin; step < k_end; step++) {
       if (!AHEAD) load_words();
       const int now = stage;
-      // rows of 128 bytes, swizzled; 8 rows are 1024 bytes
-      const u64 x_at = (shared_address(smem + stage * X_BYTES) & 0x3FFFF) >> 4;
-      const u64 b = x_at | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+      // the low half of a descriptor, where the compiler may take it for the same in all lanes
+      const u32 b = __shfl_sync(~0u, (shared_address(smem + stage * X_BYTES) & 0x3FFFF) >> 4 | 1 << 16, 0);
 #pragma unroll
       for (int c = 0; c < 8 / BURST; c++) {
         auto& w = a[c % BUFFERS];
@@ -96,9 +186,7 @@ __device__ __forceinline__ void multiply(const Problem& p, char* smem, u32 full,
           for (int s = 0; s < SUB; s++) {
             const int j = c * (BURST / 2) + i;
             if (s == 0 && GROUPS > 1 && j % SLICES == 0) load_scales(j / SLICES);
-            unpack(w[s][i], top[s], bottom[s], j, zero_top[s], zero_bottom[s]);
-#pragma unroll
-            for (int q = 0; q < 8; q++) w[s][i][q] = mul2(w[s][i][q], q % 2 ? scale_bottom[s] : scale_top[s]);
+            unpack_scaled(w[s][i], top[s], bottom[s], j, row_top[s], row_bottom[s]);
           }
         if (c == 8 / BURST - 1) {
           if (++stage == STAGES) {
@@ -117,11 +205,11 @@ __device__ __forceinline__ void multiply(const Problem& p, char* smem, u32 full,
 #pragma unroll
         for (int i = 0; i < BURST / 2; i++) {
           const int j = c * (BURST / 2) + i;
-          const u64 at = b + j / 2 * (BM * 128 / 16) + j % 2 * 4;
+          const u32 at = b + j / 2 * (BM * 128 / 16) + j % 2 * 4;
 #pragma unroll
           for (int s = 0; s < SUB; s++) {
-            wgmma(acc[s], w[s][i], at);
-            wgmma(acc[s], w[s][i] + 4, at + 2);
+            wgmma(acc[s], w[s][i], X_ROWS | at);
+            wgmma(acc[s], w[s][i] + 4, X_ROWS | (at + 2));
           }
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -149,7 +237,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   begin_barriers(full, empty, 1);
   if (threadIdx.x >= MULTIPLIERS) {
     SET_REGISTERS("dec", PRODUCE_REGISTERS);
-    if (threadIdx.x == MULTIPLIERS) produce(p, &x, smem, full, empty);
+    if (threadIdx.x == MULTIPLIERS) bring_weights(p, smem, full, empty);
+    if (threadIdx.x == MULTIPLIERS + 32) bring_activations(p, &x, smem, full, empty);
   } else {
     SET_REGISTERS("inc", REGISTERS);
     multiply(p, smem, full, empty);
