@@ -1,4 +1,4 @@
-"""The fused operations of a decoder layer, and of a step's ends: Triton on a GPU, plain torch elsewhere.
+"""The fused operations of a decoder layer, and of a step's ends: Triton on a GPU, Numba or plain torch elsewhere.
 
 `reference_fused.py` defines those of a layer.
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels import cpu_linear, reference_fused
+from hf_paged.kernels.cpu_launch import has_kernels
 from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.kernels.layout import LayerKV
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
@@ -41,6 +42,11 @@ def linear(
 
 def rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
     """`x` `[..., N]` normalised over its last dimension."""
+    if has_kernels(x):
+        from hf_paged.kernels import cpu_fused  # Numba is not there for everybody, and slow to import
+
+        if cpu_fused.takes_norm(x, norm):
+            return cpu_fused.add_rms_norm(x, None, norm)[1]
     if not x.is_cuda:
         return reference_fused.rms_norm(x, norm)
     from hf_paged.kernels.rms_norm import rms_norm as launch  # Triton exists on Linux only
@@ -54,6 +60,11 @@ def add_rms_norm(
     """(s, norm(s)) with s = residual + post(delta); all `[..., N]`."""
     if norm is None and post is None:
         return residual + delta, None
+    if norm is not None and post is None and has_kernels(delta):
+        from hf_paged.kernels import cpu_fused
+
+        if cpu_fused.takes_norm(delta, norm):
+            return cpu_fused.add_rms_norm(delta, residual, norm)
     if not delta.is_cuda:
         return reference_fused.add_rms_norm(delta, residual, norm, post)
     from hf_paged.kernels.rms_norm import add_rms_norm as launch
@@ -63,6 +74,11 @@ def add_rms_norm(
 
 def gated_activation(gate: Tensor, up: Tensor, kind: str, order: Tensor | None = None) -> Tensor:
     """act(gate) * up, both `[..., N]`, rows of any stride; with `order` `[N]` its channel i is channel order[i]."""
+    if has_kernels(gate):
+        from hf_paged.kernels import cpu_fused
+
+        if cpu_fused.takes_gate(gate, up, kind, order):
+            return cpu_fused.gated_activation(gate, up)
     if not gate.is_cuda:
         return reference_fused.gated_activation(gate, up, kind, order)
     from hf_paged.kernels.gated_activation import gated_activation as launch
@@ -88,6 +104,11 @@ def rope_write(
 
     `derived` is that of the step's `AttentionMetadata`.
     """
+    if has_kernels(query):
+        from hf_paged.kernels import cpu_fused
+
+        if cpu_fused.takes_rope(query, key, value, layer, rope, q_norm):
+            return cpu_fused.rope_write(query, key, value, cos, sin, layer, slot_mapping, rope, derived)
     if not query.is_cuda:
         return reference_fused.rope_write(
             query, key, value, cos, sin, layer, slot_mapping, rope=rope, q_norm=q_norm, k_norm=k_norm, derived=derived

@@ -1,10 +1,11 @@
-"""Attention over pages for a mixed step, decodes first: Triton on a GPU, plain torch elsewhere."""
+"""Attention over pages for a mixed step, decodes first: Triton on a GPU, Numba or plain torch elsewhere."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from hf_paged.kernels import reference
+from hf_paged.kernels.cpu_launch import has_kernels
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 
 
@@ -25,8 +26,16 @@ def paged_attention(
     of a bucketed step) become zeros.
     """
     if not query.is_cuda:
+        decoded = None
+        if meta.num_decodes and softcap is None and sinks is None and has_kernels(query):
+            from hf_paged.kernels import cpu_attention  # Numba is not there for everybody, and slow to import
+
+            if cpu_attention.takes(query, layer):
+                decoded = cpu_attention.decode_attention(
+                    query[: meta.num_decodes], layer, meta, scale=scale, window=window
+                )
         return reference.paged_attention(
-            query, layer, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, fast=True
+            query, layer, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, fast=True, decoded=decoded
         )
     from hf_paged.kernels.decode_attention import decode_attention  # Triton exists on Linux only
     from hf_paged.kernels.prefill_attention import prefill_attention

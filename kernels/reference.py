@@ -178,6 +178,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     fast: bool = False,
+    decoded: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of `query` over the pages of its sequences.
 
@@ -192,6 +193,7 @@ def paged_attention(
         fast: single 16-bit queries on pages of their dtype are not widened where torch's sdpa takes them as they are:
             widening their keys costs as much as attention. It sums in fp32 and rounds probabilities to 16 bits, as for
             dense attention. (For prompts sdpa in fp32 is 1.6 times as fast as in bf16 on a CPU without AMX.)
+        decoded: `[num_decodes, heads, v_head_dim]`, the result of the single queries where it is known already.
 
     Returns:
         `[T, heads, v_head_dim]` in the dtype of `query`.
@@ -204,13 +206,12 @@ def paged_attention(
     if sinks is not None:
         sinks = sinks.to(compute).expand(tokens, heads).unflatten(1, (kv_heads, -1))
     num_decodes = meta.num_decodes
-    decoded = None
-    if num_decodes:
+    if num_decodes and decoded is None:
         single = q[:num_decodes] if narrow else q[:num_decodes].to(compute)
         of_rows = None if sinks is None else sinks[:num_decodes]
         decoded = _decode(single, layer, meta, scale, window, softcap, of_rows).to(query.dtype)
-        if num_decodes == tokens:
-            return decoded
+    if decoded is not None and num_decodes == tokens:
+        return decoded
     out = query.new_zeros(tokens, heads, layer.v.head_dim)
     if decoded is not None:
         out[:num_decodes] = decoded

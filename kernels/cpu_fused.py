@@ -1,0 +1,94 @@
+"""The fused operations of a decoder layer in bf16 on a CPU: norm with its residual, gated activation, RoPE and write.
+
+`reference_fused.py` defines them: one pass here for the eight to twenty small operations there, each of which costs a
+step of few rows more in overhead than in arithmetic, and a prompt a pass through memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_paged.kernels import cpu_kernels
+from hf_paged.kernels.cpu_launch import bits, launch
+from hf_paged.kernels.layout import LayerKV, PlainPages
+from hf_paged.kernels.reference import once
+from hf_paged.kernels.reference_fused import RMSNorm, Rope
+
+
+def takes_norm(x: Tensor, norm: RMSNorm | None) -> bool:
+    """Whether `add_rms_norm` computes this one."""
+    if norm is None or norm.order is not None or (norm.cast_first and norm.offset):
+        return False
+    return x.dtype == norm.weight.dtype == torch.bfloat16 and x.stride(-1) == norm.weight.stride(0) == 1
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """(s, norm(s)) with s = residual + x, or x; all `[..., N]`."""
+    n = x.shape[-1]
+    rows = x.reshape(-1, n)
+    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype)
+    other = 0 if residual is None else (residual := residual.contiguous()).data_ptr()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    launch(
+        cpu_kernels.add_rms_norm, -(-len(rows) // cpu_kernels.NORM_ROWS), rows.data_ptr(), rows.stride(0), other,
+        norm.weight.data_ptr(), total.data_ptr(), out.data_ptr(), len(rows), n, bits(norm.eps), bits(norm.offset),
+        int(norm.cast_first),
+    )  # fmt: skip
+    return total, out
+
+
+def takes_gate(gate: Tensor, up: Tensor, kind: str, order: Tensor | None) -> bool:
+    """Whether `gated_activation` computes this one."""
+    plain = gate.dtype == up.dtype == torch.bfloat16 and gate.stride(-1) == up.stride(-1) == 1
+    return plain and kind == "silu" and order is None
+
+
+def gated_activation(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both `[..., N]`."""
+    n = gate.shape[-1]
+    out = torch.empty(gate.shape, dtype=gate.dtype)
+    first, second = gate.reshape(-1, n), up.reshape(-1, n)
+    launch(
+        cpu_kernels.silu_times, len(first), first.data_ptr(), first.stride(0), second.data_ptr(), second.stride(0),
+        out.data_ptr(), len(first), n,
+    )  # fmt: skip
+    return out
+
+
+def takes_rope(query: Tensor, key: Tensor, value: Tensor, layer: LayerKV, rope: Rope, norm: RMSNorm | None) -> bool:
+    """Whether `rope_write` computes this one."""
+    if norm is not None or rope.interleaved or layer.transform is not None:
+        return False
+    rows = all(x.dtype == torch.bfloat16 and x.stride()[1:] == (x.shape[2], 1) for x in (query, key, value))
+    return rows and all(isinstance(p, PlainPages) and p.data.dtype == torch.bfloat16 for p in (layer.k, layer.v))
+
+
+def rope_write(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, layer: LayerKV, slot_mapping: Tensor,
+    rope: Rope, derived: dict[Any, Any] | None,
+) -> Tensor:  # fmt: skip
+    """`reference_fused.rope_write` of plain pages without norms."""
+    assert slot_mapping.is_contiguous() and slot_mapping.dtype == torch.int64
+    tokens, heads, head_dim = query.shape
+    kv_heads, v_dim = value.shape[1:]
+    half = rope.rotary_dim // 2
+    key_of = ("cpu angles", rope, cos.data_ptr())  # what is kept holds `cos`, so its address names it
+    c, s, _ = once(derived, key_of, lambda: (*(_angles(table, rope) for table in (cos, sin)), cos))
+    out = query.new_empty(tokens, heads, head_dim)
+    k, v = layer.k.tensor, layer.v.tensor
+    launch(
+        cpu_kernels.rope_write, tokens, query.data_ptr(), key.data_ptr(), value.data_ptr(), query.stride(0),
+        key.stride(0), value.stride(0), c.data_ptr(), s.data_ptr(), half, out.data_ptr(), slot_mapping.data_ptr(),
+        k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), layer.block_size, tokens, heads, kv_heads, head_dim,
+        v_dim,
+    )  # fmt: skip
+    return out
+
+
+def _angles(table: Tensor, rope: Rope) -> Tensor:
+    """One column for each pair, `[T, rotary_dim / 2]` fp32."""
+    half = rope.rotary_dim // 2
+    return table[:, : half * rope.angle_step : rope.angle_step].float().contiguous()

@@ -1,0 +1,289 @@
+"""Numba kernels of a bf16 model on a CPU: RMSNorm with its residual, gated activation, RoPE and page write, decoding.
+
+Each is a function of one address, of 64-bit words: how many tasks are taken, then its arguments in the order in which
+its launcher in `cpu_fused.py` or `cpu_attention.py` names them; addresses are bytes, strides elements. Its threads take
+tasks until there are none (`cpu_launch.py`), so that rows of any lengths keep all of them busy.
+
+All of it is one file: Numba keeps what it compiled beside the file, and compiles anew when *this file* changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.extending import intrinsic
+
+NORM_ROWS = 16  # rows to a task
+_FAST = {"reassoc", "contract", "nsz", "arcp"}  # not "nnan": a row that could not be stored is NaN, and stays it
+
+
+def _kernel(body: Callable[[int], None]) -> Any:
+    def compiled(cache: bool) -> Any:
+        return cfunc(types.void(types.int64), fastmath=_FAST, error_model="numpy", cache=cache)(body)
+
+    try:
+        return compiled(cache=True)
+    except RuntimeError:  # no folder may be written
+        return compiled(cache=False)
+
+
+def _inline(body: Callable[..., Any]) -> Any:
+    return njit(inline="always", fastmath=_FAST, error_model="numpy")(body)
+
+
+def _pointer_to(element: Any) -> Any:
+    @intrinsic
+    def pointer(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(address), generate
+
+    return pointer
+
+
+_int64, _int32, _uint16, _float32 = map(_pointer_to, (types.int64, types.int32, types.uint16, types.float32))
+
+
+@intrinsic
+def _next_task(typing_context: Any, address: Any) -> Any:
+    """Take a task: the first word is counted up by all threads."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        counter = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(address), generate
+
+
+@_inline
+def _int64s(address, shape):
+    return carray(_int64(address), shape)
+
+
+@_inline
+def _int32s(address, shape):
+    return carray(_int32(address), shape)
+
+
+@_inline
+def _float32s(address, shape):
+    return carray(_float32(address), shape)
+
+
+@_inline
+def _bfloat16s(address, shape):
+    """Read with `_wide`, written with `_narrow`."""
+    return carray(_uint16(address), shape)
+
+
+@_inline
+def _wide(x):
+    """fp32 of the bits of a bf16."""
+    return np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+
+
+@_inline
+def _narrow(x):
+    """The bits of the nearest bf16, half to even. A NaN stays one: those of arithmetic have no low bits to carry."""
+    word = np.float32(x).view(np.uint32)
+    odd = np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1))
+    return np.uint16(np.uint32(word + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+@_inline
+def _float(word):
+    """The fp32 behind `cpu_launch.bits`."""
+    return np.int32(word).view(np.float32)
+
+
+# Taylor coefficients of 2^x: for |x| <= 1/2 the value is off by at most 1.2e-7 of it, two steps of fp32
+_C6, _C5, _C4, _C3, _C2, _C1 = (np.float32(math.log(2) ** k / math.factorial(k)) for k in (6, 5, 4, 3, 2, 1))
+_LOG2E, _HALF, _ONE, _LOWEST = (np.float32(x) for x in (math.log2(math.e), 0.5, 1.0, -126.0))
+
+
+@_inline
+def _exp(x):
+    """e^x in fp32 for x <= 88; below -87 fp32's smallest normal number."""
+    scaled = max(x * _LOG2E, _LOWEST)
+    whole = np.floor(scaled + _HALF)
+    f = scaled - whole
+    power = (((((_C6 * f + _C5) * f + _C4) * f + _C3) * f + _C2) * f + _C1) * f + _ONE
+    return power * np.int32(np.int32(np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@_kernel
+def add_rms_norm(address):
+    words = _int64s(address, 12)
+    x_at, x_stride, residual_at, weight_at, sum_at, out_at = words[1], words[2], words[3], words[4], words[5], words[6]
+    num_rows, n, eps, offset, cast_first = words[7], words[8], _float(words[9]), _float(words[10]), words[11]
+    weight = _bfloat16s(weight_at, n)
+    while True:
+        first = _next_task(address) * NORM_ROWS
+        if first >= num_rows:
+            break
+        for row in range(first, min(first + NORM_ROWS, num_rows)):
+            x = _bfloat16s(x_at + 2 * row * x_stride, n)
+            if residual_at != 0:
+                residual = _bfloat16s(residual_at + 2 * row * n, n)
+                added = _bfloat16s(sum_at + 2 * row * n, n)
+                for d in range(n):
+                    added[d] = _narrow(_wide(x[d]) + _wide(residual[d]))
+                x = added
+            square = np.float32(0)
+            for d in range(n):
+                square += _wide(x[d]) * _wide(x[d])
+            scale = _ONE / np.sqrt(square / np.float32(n) + eps)
+            out = _bfloat16s(out_at + 2 * row * n, n)
+            if cast_first:
+                for d in range(n):
+                    out[d] = _narrow(_wide(_narrow(_wide(x[d]) * scale)) * _wide(weight[d]))
+            else:
+                for d in range(n):
+                    out[d] = _narrow(_wide(x[d]) * scale * (_wide(weight[d]) + offset))
+
+
+@_kernel
+def silu_times(address):
+    words = _int64s(address, 8)
+    gate_at, gate_stride, up_at, up_stride, out_at = words[1], words[2], words[3], words[4], words[5]
+    num_rows, n = words[6], words[7]
+    while True:
+        row = _next_task(address)
+        if row >= num_rows:
+            break
+        gate, up = _bfloat16s(gate_at + 2 * row * gate_stride, n), _bfloat16s(up_at + 2 * row * up_stride, n)
+        out = _bfloat16s(out_at + 2 * row * n, n)
+        for d in range(n):
+            x = _wide(gate[d])
+            activation = x / (_ONE + _exp(min(-x, np.float32(88))))
+            out[d] = _narrow(_wide(_narrow(activation)) * _wide(up[d]))
+
+
+@_kernel
+def rope_write(address):
+    words = _int64s(address, 22)
+    q_at, k_at, v_at, q_stride, k_stride, v_stride = words[1], words[2], words[3], words[4], words[5], words[6]
+    cos_at, sin_at, half, out_at, slots_at = words[7], words[8], words[9], words[10], words[11]
+    k_pages, v_pages, k_block, v_block, block_size = words[12], words[13], words[14], words[15], words[16]
+    tokens, heads, kv_heads, head_dim, v_dim = words[17], words[18], words[19], words[20], words[21]
+    slots = _int64s(slots_at, tokens)
+    while True:
+        token = _next_task(address)
+        if token >= tokens:
+            break
+        cos, sin = _float32s(cos_at + 4 * token * half, half), _float32s(sin_at + 4 * token * half, half)
+        slot = slots[token]
+        block = slot // block_size
+        offset = slot - block * block_size
+        for head in range(heads + kv_heads if slot >= 0 else heads):
+            if head < heads:
+                x = _bfloat16s(q_at + 2 * (token * q_stride + head * head_dim), head_dim)
+                out = _bfloat16s(out_at + 2 * (token * heads + head) * head_dim, head_dim)
+            else:
+                x = _bfloat16s(k_at + 2 * (token * k_stride + (head - heads) * head_dim), head_dim)
+                place = (head - heads) * block_size + offset
+                out = _bfloat16s(k_pages + 2 * (block * k_block + place * head_dim), head_dim)
+            for d in range(half):
+                a, b = _wide(x[d]), _wide(x[half + d])
+                out[d] = _narrow(a * cos[d] - b * sin[d])
+                out[half + d] = _narrow(b * cos[d] + a * sin[d])
+            for d in range(2 * half, head_dim):
+                out[d] = x[d]
+        if slot >= 0:
+            for head in range(kv_heads):
+                x = _bfloat16s(v_at + 2 * (token * v_stride + head * v_dim), v_dim)
+                out = _bfloat16s(v_pages + 2 * (block * v_block + (head * block_size + offset) * v_dim), v_dim)
+                for d in range(v_dim):
+                    out[d] = x[d]
+
+
+@_inline
+def _dots(q, keys, scores, at):
+    """`scores[:, at + t]` of every key t, `keys` `[count, head_dim]`."""
+    for t in range(keys.shape[0]):
+        for g in range(q.shape[0]):
+            dot = np.float32(0)
+            for d in range(q.shape[1]):
+                dot += q[g, d] * _wide(keys[t, d])
+            scores[g, at + t] = dot
+
+
+@_inline
+def _softmax(scores, count):
+    for g in range(scores.shape[0]):
+        top = scores[g, 0]
+        for t in range(1, count):
+            top = max(top, scores[g, t])
+        total = np.float32(0)
+        for t in range(count):
+            p = _exp(scores[g, t] - top)
+            scores[g, t] = p
+            total += p
+        for t in range(count):
+            scores[g, t] /= total
+
+
+@_inline
+def _add_values(out, values, probs, at):
+    """Add `values` `[count, v_head_dim]`, each by its `probs[:, at + t]`, to `out` `[group, v_head_dim]`."""
+    fours = values.shape[0] // 4 * 4
+    for g in range(out.shape[0]):
+        for t in range(0, fours, 4):  # four at once: the sums are loaded and stored less often
+            a, b, c, e = probs[g, at + t], probs[g, at + t + 1], probs[g, at + t + 2], probs[g, at + t + 3]
+            for d in range(out.shape[1]):
+                first = a * _wide(values[t, d]) + b * _wide(values[t + 1, d])
+                out[g, d] += first + (c * _wide(values[t + 2, d]) + e * _wide(values[t + 3, d]))
+        for t in range(fours, values.shape[0]):
+            for d in range(out.shape[1]):
+                out[g, d] += probs[g, at + t] * _wide(values[t, d])
+
+
+@_kernel
+def decode_attention(address):
+    """A task is a KV head of a sequence: a key is widened once for the query heads that share it."""
+    words = _int64s(address, 20)
+    q_at, k_at, v_at, k_block, v_block, out_at = words[1], words[2], words[3], words[4], words[5], words[6]
+    tables_at, width, lens_at, scratch_at, longest = words[7], words[8], words[9], words[10], words[11]
+    num_seqs, kv_heads, group, head_dim, v_dim = words[12], words[13], words[14], words[15], words[16]
+    block_size, window, scale = words[17], words[18], _float(words[19])
+    seq_lens = _int32s(lens_at, num_seqs)
+    q, total = np.empty((group, head_dim), np.float32), np.empty((group, v_dim), np.float32)
+    while True:
+        task = _next_task(address)
+        if task >= num_seqs * kv_heads:
+            break
+        seq = task // kv_heads
+        head = task - seq * kv_heads
+        table = _int32s(tables_at + 4 * seq * width, width)
+        scores = _float32s(scratch_at + 4 * task * group * longest, (group, longest))
+        rows = _bfloat16s(q_at + 2 * task * group * head_dim, (group, head_dim))
+        for g in range(group):
+            for d in range(head_dim):
+                q[g, d] = _wide(rows[g, d]) * scale
+            for d in range(v_dim):
+                total[g, d] = np.float32(0)
+        stop = np.int64(seq_lens[seq])
+        start = max(stop - window, 0) if window > 0 else 0
+        for values_now in range(2 if stop > start else 0):
+            if values_now:
+                _softmax(scores, stop - start)
+            for j in range(start // block_size, (stop + block_size - 1) // block_size):
+                first, last = max(j * block_size, start), min((j + 1) * block_size, stop)
+                lane = head * block_size + first - j * block_size
+                block = np.int64(table[j])
+                if values_now:
+                    values = _bfloat16s(v_at + 2 * (block * v_block + lane * v_dim), (last - first, v_dim))
+                    _add_values(total, values, scores, first - start)
+                else:
+                    keys = _bfloat16s(k_at + 2 * (block * k_block + lane * head_dim), (last - first, head_dim))
+                    _dots(q, keys, scores, first - start)
+        out = _bfloat16s(out_at + 2 * task * group * v_dim, (group, v_dim))
+        for g in range(group):
+            for d in range(v_dim):
+                out[g, d] = _narrow(total[g, d])

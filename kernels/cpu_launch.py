@@ -1,0 +1,54 @@
+"""How Numba's kernels run on a CPU: on torch's own threads.
+
+They are reached through the entry that GCC calls for a parallel region. Threads of another pool would wait for those,
+which spin for a while after each of torch's operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import struct
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@cache
+def _available() -> bool:
+    """Whether Numba is installed (the extra `cpu`) and torch's threads can be reached."""
+    return sys.platform == "linux" and importlib.util.find_spec("numba") is not None and _openmp() is not None
+
+
+@cache
+def _openmp() -> Any:
+    try:
+        library = ctypes.CDLL("libgomp.so.1")  # the one that torch has loaded
+        library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether there are CPU kernels for the dtype of `x`, of no elements too."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _available()
+
+
+def launch(kernel: Any, tasks: int, *arguments: int) -> None:
+    """Run a kernel of `cpu_kernels.py` on as many threads as torch uses, and at most one for a task."""
+    words = (ctypes.c_int64 * (len(arguments) + 1))(0, *arguments)
+    threads = min(torch.get_num_threads(), tasks)
+    if threads > 1:
+        _openmp().GOMP_parallel(kernel.address, ctypes.addressof(words), threads, 0)
+    else:
+        kernel.ctypes(ctypes.addressof(words))
+
+
+def bits(x: float) -> int:
+    """`x` in fp32, as an argument."""
+    word: int = struct.unpack("i", struct.pack("f", x))[0]
+    return word

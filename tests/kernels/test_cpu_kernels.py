@@ -1,0 +1,120 @@
+"""The CPU kernels of bf16 models against the plain-torch definition, on one thread and on two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import Shape, make_case, with_null_block
+from torch import Tensor
+
+from hf_paged.kernels import fused_ops, reference, reference_fused
+from hf_paged.kernels import paged_attention as dispatch
+from hf_paged.kernels.cpu_launch import has_kernels
+from hf_paged.kernels.layout import LayerKV, PlainPages
+from hf_paged.kernels.reference_fused import RMSNorm, Rope
+
+BF16 = torch.bfloat16
+STEP = 2.0**-7  # from one bf16 to the next, at most, of its value: a rounding is half of it
+
+pytestmark = pytest.mark.skipif(not has_kernels(torch.empty(0, dtype=BF16)), reason="needs Numba and libgomp")
+
+
+@pytest.fixture(params=[1, 2], autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def assert_within_roundings(result: Tensor, expected: Tensor, roundings: int = 1) -> None:
+    """Two computations in fp32 round to neighbouring bf16 values at worst, once for every rounding on the way."""
+    error = (result.float() - expected.float()).abs()
+    assert (error <= roundings * STEP * expected.float().abs() + 1e-30).all()
+    assert (error > 0).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33])
+@pytest.mark.parametrize(("cast_first", "offset"), [(True, 0.0), (False, 0.0), (False, 1.0)])
+def test_a_norm_and_its_residual_are_those_of_the_definition(rows: int, cast_first: bool, offset: float) -> None:
+    norm = RMSNorm(weight=randn(72, seed=1), eps=1e-5, offset=offset, cast_first=cast_first)
+    delta, residual = randn(1, rows, 72), 3 * randn(1, rows, 72, seed=2)
+    total, normed = fused_ops.add_rms_norm(delta, residual, norm)
+    expected_total, expected = reference_fused.add_rms_norm(delta, residual, norm, None)
+    assert torch.equal(total, expected_total)
+    assert expected is not None
+    assert normed is not None
+    assert_within_roundings(normed, expected, 2)
+    strided = randn(rows, 2 * 72)[:, :72]
+    assert_within_roundings(fused_ops.rms_norm(strided, norm), reference_fused.rms_norm(strided, norm), 2)
+
+
+def test_a_norm_keeps_nan_in_its_row() -> None:
+    """A row that could not be stored must not come back as numbers, nor spoil the row beside it."""
+    norm = RMSNorm(weight=randn(64, seed=1), eps=1e-5, offset=0.0, cast_first=True)
+    x = randn(2, 64)
+    x[0, 5] = float("nan")
+    result = fused_ops.rms_norm(x, norm)
+    assert result[0].isnan().all()
+    assert result[1].isfinite().all()
+
+
+def test_a_gated_activation_is_the_definitions_from_overflow_to_underflow() -> None:
+    both = torch.cat((torch.linspace(-200, 200, 4001).to(BF16), randn(4001))).view(1, 2, 4001).transpose(0, 1)
+    gate, up = both.reshape(1, -1).split(4001, -1)
+    result, expected = fused_ops.gated_activation(gate, up, "silu"), reference_fused.gated_activation(gate, up, "silu")
+    assert_within_roundings(result[gate > -86], expected[gate > -86], 2)
+    assert (result[gate <= -86].float().abs() <= 1e-34).all()  # e^88 is the largest power in fp32
+
+
+@pytest.mark.parametrize("rope", [Rope(rotary_dim=64), Rope(rotary_dim=32, angle_step=1), Rope(rotary_dim=0)])
+def test_rotated_rows_are_stored_where_their_slots_say_and_nowhere_else(rope: Rope) -> None:
+    tokens, heads, kv_heads, head_dim, block_size = 20, 6, 2, 64, 16
+    query, key, value = randn(tokens, heads + 2 * kv_heads, head_dim).split([heads, kv_heads, kv_heads], 1)
+    angles = torch.randn(tokens, head_dim, generator=torch.Generator().manual_seed(3))
+    slots = torch.randperm(5 * block_size, generator=torch.Generator().manual_seed(4))[:tokens] + block_size
+    slots[3] = -1
+    pages = [torch.zeros(6, 2 * kv_heads, block_size, head_dim, dtype=BF16) for _ in range(2)]
+    layers = [LayerKV(k=PlainPages(data=x[:, :kv_heads]), v=PlainPages(data=x[:, kv_heads:])) for x in pages]
+    arguments = (query, key, value, angles.cos(), angles.sin())
+    result = fused_ops.rope_write(*arguments, layers[0], slots, rope=rope)
+    expected = reference_fused.rope_write(*arguments, layers[1], slots, rope=rope)
+    # a difference of two products may cancel: its error is a step of fp32 of theirs
+    for got, wanted in ((result, expected), (pages[0], pages[1])):
+        assert ((got.float() - wanted.float()).abs() <= STEP * wanted.float().abs() + 1e-6).all()
+        assert (got != wanted).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("window", [None, 5, 40, 1000])
+@pytest.mark.parametrize("shape", [{}, {"kv_heads": 1, "group": 4}, {"head_dim": 80, "v_head_dim": 32}])
+def test_decoding_from_pages_is_attention_of_the_definition(shape: dict, window: int | None) -> None:
+    """Rows of one key, of a full block, of many blocks; what pages hold past a row's end is never read."""
+    lens = (1, 16, 17, 33, 130)
+    case = make_case(
+        Shape(q_lens=(1,) * 5, seq_lens=lens, block_size=16, window=window, dtype=BF16, k_format=BF16, **shape)
+    )
+    case = with_null_block(case)
+    exact = replace(case, query=case.query.float())
+    result = dispatch.paged_attention(case.query, case.layer, case.meta, **case.options)
+    expected = reference.paged_attention(exact.query, case.layer, case.meta, **case.options)
+    # fp32 sums in another order: 130 terms of 2^-24 at worst, of the largest value
+    slack = 130 * 2.0**-24 * expected.abs().max()
+    assert ((result.float() - expected).abs() <= STEP / 2 * expected.abs() + slack).all()
+
+
+def test_decodes_beside_prompts_give_the_bits_of_decodes_alone() -> None:
+    """A token must not depend on whether a prompt came in during its step."""
+    mixed = with_null_block(make_case(Shape(q_lens=(1, 1, 7), seq_lens=(20, 33, 7), dtype=BF16, k_format=BF16)))
+    meta = replace(
+        mixed.meta, seq_lens=mixed.meta.seq_lens[:2], block_tables=mixed.meta.block_tables[:2],
+        cu_seqlens_q=mixed.meta.cu_seqlens_q[:3], slot_mapping=mixed.meta.slot_mapping[:2], derived={},
+    )  # fmt: skip
+    alone = dispatch.paged_attention(mixed.query[:2], mixed.layer, meta, **mixed.options)
+    assert torch.equal(dispatch.paged_attention(mixed.query, mixed.layer, mixed.meta, **mixed.options)[:2], alone)
