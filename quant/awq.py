@@ -5,12 +5,13 @@ the input divided by it: the function stays, the relative rounding error of chan
 s = mean|x|^r / mean|w|^(1 - r) and s = mean|x|^r for r in (0, 1]; the one of least output error wins, s = 1 among them.
 
 The output error over all calibration tokens is exact, tr(E H E^T) with the Hessian H of the inputs: no activation is
-kept and no token sampled, where the published search runs the block on a few samples. `loss` measures something else.
+kept and no token sampled, where the published search runs the block on a few samples. Output channels have errors of
+their own, so scales are compared on some of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,16 +19,16 @@ from torch import Tensor
 from hf_paged.quant.grid import Grid, encode, parameters, stored
 from hf_paged.quant.hessian import Hessian
 from hf_paged.quant.rtn import check_weight, quantized
-from hf_paged.quant.weight import QuantizedWeight, dequantize
+from hf_paged.quant.weight import QuantizedWeight
 
 _RATIOS = 20  # exponents tried
 _ENDS = 10  # values tried for each end of a group's range
+_ROWS = 512  # output channels, of all linears together, that scales are compared on
+_BATCH = 4096  # output channels times scales at a time: no more memory than rounding a weight takes
 _ENDS_QUICKLY = 6  # values tried for both ends together, while scales are compared
 _SMALLEST = 0.55  # of them, as a share of the whole
 _SWEEPS = 2  # times that every group's range is chosen
 _ELEMENTS = 2**22  # values searched at a time: temporaries of 16 MB stay in a GPU's L2
-
-Loss = Callable[[list[Tensor]], float]
 
 
 def awq_scales(
@@ -36,14 +37,12 @@ def awq_scales(
     grid: Grid,
     *,
     share: Tensor | None = None,
-    loss: Loss | None = None,
 ) -> Tensor:
     """`[K]` fp32: what to multiply the columns of `weights` (each `[N_i, K]`, all reading one input) by.
 
     `share [K]` int64: channels of the same number get the same scale (attention with fewer KV heads: several input
-    channels of o_proj come from one row of v_proj). `loss` takes the weights as they would act after rounding, in place
-    of `weights`, and returns the error, e.g. of the block's output. Raises ValueError for NaN weights, NaN activations
-    and group sizes that do not divide K.
+    channels of o_proj come from one row of v_proj). Raises ValueError for NaN weights, NaN activations and group sizes
+    that do not divide K.
     """
     for weight in weights:
         check_weight(weight, grid.scales_dtype)
@@ -51,44 +50,56 @@ def awq_scales(
     x = hessian.mean_abs
     if not torch.isfinite(x).all():
         raise ValueError("activations hold NaN or infinite values, expected finite ones")
-    measure = loss or _output_error(weights, hessian)
-    best = torch.ones_like(x)
-    least = measure(_rounded(weights, best, hessian, grid))
-    for scales in _candidates(x, _mean_weight(weights, grid), share):
-        error = measure(_rounded(weights, scales, hessian, grid))
-        if error < least:
-            best, least = scales, error
-    return best
+    candidates = torch.stack([torch.ones_like(x), *_candidates(x, _mean_weight(weights, grid), share)])
+    most = max(1, _ROWS // len(weights))
+    rows = [weight[:: -(-len(weight) // most)].float() for weight in weights]
+    stand_for = torch.cat([x.new_full((len(some),), len(w) / len(some)) for some, w in zip(rows, weights, strict=True)])
+    columns = torch.cat(rows).t().contiguous()
+    parts = candidates.split(max(1, _BATCH // len(stand_for)))
+    errors = torch.cat([_output_errors(columns, scales, hessian.matrix, grid) @ stand_for for scales in parts])
+    return candidates[errors.nan_to_num(nan=torch.inf).argmin()]
 
 
-def awq_round(weight: Tensor, hessian: Tensor, grid: Grid, *, quick: bool = False) -> QuantizedWeight:
+def awq_round(weight: Tensor, hessian: Tensor, grid: Grid) -> QuantizedWeight:
     """`[N, K]` rounded, each group over the range that makes the error of the whole output least.
 
     Ranges are tried down to _SMALLEST of the whole one, at each end (at both alike where the grid is symmetric): the
     codes that are nearest in a range, with the scale that suits these codes best. Taken is what leaves, together with
     the errors of all other groups, the least tr E H E^T; so groups make up for each other, and no step adds error.
 
-    `hessian [K, K]` fp32 is of the inputs divided by the scales. `quick` tries fewer ranges, once. Raises as
-    `awq_scales`.
+    `hessian [K, K]` fp32 is of the inputs divided by the scales. Raises as `awq_scales`.
     """
     check_weight(weight, grid.scales_dtype)
     check_divides(weight, grid)
-    n, k = weight.shape
-    size = grid.group(k)
     columns = weight.float().t().contiguous()
+    codes, scales, zeros, _ = _round(columns, columns.new_ones(len(columns), 1), hessian, grid, quick=False)
+    return quantized(codes, scales, zeros, None, grid)
+
+
+def _round(
+    columns: Tensor, inverse: Tensor, hessian: Tensor, grid: Grid, *, quick: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes `[K, N]`, scales and zeros `[groups, N]` of `columns [K, N]`, and their error `[K, N]` times `inverse`.
+
+    `inverse [K, N or 1]`: 1 / s where the columns were multiplied by s; `hessian` is of the inputs not yet divided.
+    `quick` tries fewer ranges, once.
+    """
+    k, n = columns.shape
+    size = grid.group(k)
     groups = columns.view(-1, size, n)
     low, high = groups.amin(1).clamp_(max=0), groups.amax(1).clamp_(min=0)
     scales, zeros = parameters(low, high, grid)
     codes = encode(groups, scales[:, None], zeros[:, None], grid.top)
-    wrong = ((codes - zeros[:, None]) * scales[:, None] - groups).view(k, n)
+    wrong = ((codes - zeros[:, None]) * scales[:, None] - groups).view(k, n) * inverse
     for group in list(range(k // size)) * (1 if quick else _SWEEPS):
         part = slice(group * size, (group + 1) * size)
         block = hessian[part, part]
-        wanted = block @ (columns[part] + wrong[part]) - hessian[part] @ wrong
+        wanted = (block @ (columns[part] * inverse[part] + wrong[part]) - hessian[part] @ wrong) * inverse[part]
         ranges = _ranges(low[group], high[group], grid, quick)
-        scales[group], zeros[group], codes[group] = _best(groups[group], block, wanted, *ranges, grid)
-        wrong[part] = (codes[group] - zeros[group]) * scales[group] - columns[part]
-    return quantized(codes.view(k, n), scales, zeros, None, grid)
+        best = _best(groups[group], inverse[part], block, wanted, *ranges, grid)
+        scales[group], zeros[group], codes[group] = best
+        wrong[part] = ((codes[group] - zeros[group]) * scales[group] - columns[part]) * inverse[part]
+    return codes.view(k, n), scales, zeros, wrong
 
 
 def _ranges(low: Tensor, high: Tensor, grid: Grid, quick: bool) -> tuple[Tensor, Tensor]:
@@ -99,17 +110,19 @@ def _ranges(low: Tensor, high: Tensor, grid: Grid, quick: bool) -> tuple[Tensor,
 
 
 def _best(
-    values: Tensor, block: Tensor, wanted: Tensor, scales: Tensor, zeros: Tensor, grid: Grid
+    values: Tensor, inverse: Tensor, block: Tensor, wanted: Tensor, scales: Tensor, zeros: Tensor, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scales, zeros `[N]` and codes `[columns, N]` of one group of `values [columns, N]` over the best of the ranges.
 
-    The error of rounded values q is q^T block q - 2 q^T wanted, and what does not depend on them.
+    The error of rounded values q is p^T block p - 2 q^T wanted with p = q * inverse, and what does not depend on them.
     """
     gains, fitted = [], []
     batch = max(1, _ELEMENTS // values.numel())
     for scale, zero in zip(scales.split(batch), zeros.split(batch), strict=True):
         levels = encode(values, scale[:, None], zero[:, None], grid.top).sub_(zero[:, None])
-        along, square = (levels * wanted).sum(1), (levels * (block @ levels)).sum(1)
+        along = (levels * wanted).sum(1)
+        levels.mul_(inverse)
+        square = (levels * (block @ levels)).sum(1)
         fit = torch.where((along > 0) & (square > 0), stored(along / square, grid), scale)
         gains.append(fit * (2 * along - fit * square))
         fitted.append(fit)
@@ -162,19 +175,10 @@ def _mean_weight(weights: Sequence[Tensor], grid: Grid) -> Tensor:
     return total / rows
 
 
-def _rounded(weights: Sequence[Tensor], scales: Tensor, hessian: Hessian, grid: Grid) -> list[Tensor]:
-    """The weights as they act after scaling, rounding and dividing what comes in."""
-    scaled = hessian.matrix / scales / scales[:, None]
-    rounded = [awq_round(weight.float() * scales, scaled, grid, quick=True) for weight in weights]
-    return [dequantize(weight, torch.float32) / scales for weight in rounded]
-
-
-def _output_error(weights: Sequence[Tensor], hessian: Hessian) -> Loss:
-    def error(rounded: list[Tensor]) -> float:
-        total = 0.0
-        for actual, weight in zip(rounded, weights, strict=True):
-            wrong = actual - weight.float()
-            total += float(((wrong @ hessian.matrix) * wrong).sum())
-        return total
-
-    return error
+def _output_errors(columns: Tensor, scales: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
+    """`[tried, N]`: of the output channels `columns [K, N]` after scaling by each of `scales [tried, K]`, rounding and
+    dividing what comes in. All are rounded together, as if they were channels of one weight."""
+    spread = scales.t()[:, :, None].expand(-1, -1, columns.shape[1])
+    scaled = (columns[:, None] * spread).flatten(1)
+    wrong = _round(scaled, spread.flatten(1).reciprocal(), hessian, grid, quick=True)[3]
+    return ((hessian @ wrong) * wrong).sum(0).view(len(scales), -1)
