@@ -50,7 +50,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: T
 
 def lock_count(out_features: int) -> int:
     """Of the portable kernel one per output block of a split-K launch, 64 rows of the weight by up to four blocks of
-    activations; of the Hopper kernels one per program and warpgroup, at most 512 together.
+    activations; of the Hopper kernels one per program (of few rows: per tile) and warpgroup, at most 512 together.
     """
     return max(-(-out_features // 64) * 4, 512)
 

@@ -31,6 +31,7 @@ MAX_HOPPER_ROWS = 2048  # above, cuBLAS on dequantized weights is faster (`eval/
 MAX_FEW_ROWS = 16
 MAX_PROGRAMS = 16  # of a tile: each waits for the others, so all of them must fit beside what other streams run
 _SHARED_BYTES = 227 * 1024 - 1024  # of one program, less what the compiler takes
+_MULTIPROCESSOR_BYTES = 228 * 1024  # with 1024 for each program
 _SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _REGISTERS = {2: (232, 40), 3: (152, 40)}  # by warpgroups, of a thread that multiplies, produces
 
@@ -46,6 +47,8 @@ class HopperTiles:
     buffers: int = 1  # of unpacked operands
     most_stages: int = 12
     programs: int = 0
+    resident: int = 1  # programs that fit one multiprocessor
+    cluster: int = 1  # programs of a tile that add through each other's shared memory
 
     @property
     def many(self) -> bool:
@@ -53,7 +56,11 @@ class HopperTiles:
 
     @property
     def threads(self) -> int:
-        return 128 * (self.warpgroups + 1)
+        return 128 * self.warpgroups + (128 if self.many else 64)
+
+    def blocks(self, m: int, n: int) -> int:
+        """Tiles of a product."""
+        return -(-n // self.rows) * -(-m // self.block_m)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +80,24 @@ class Variant:
         return self.tiles.block_m * 256 + self.tiles.rows * (64 + self.groups * scale_bytes) + 16
 
     @property
+    def sum_bytes(self) -> int:
+        """Of the sums that a program of few tokens makes for its cluster, or of what tells it that it is the last."""
+        tiles = self.tiles
+        if tiles.many:
+            return 0
+        if tiles.cluster == 1:
+            return 160
+        pieces = tiles.rows * tiles.block_m // 128  # of the tile, 512 bytes each
+        return 128 + -(-pieces // tiles.cluster) * tiles.cluster * 512
+
+    @property
     def stages(self) -> int:
-        return min(_SHARED_BYTES // self.stage_bytes, self.tiles.most_stages)
+        here = _SHARED_BYTES if self.tiles.resident == 1 else _MULTIPROCESSOR_BYTES // self.tiles.resident - 1024
+        return min((here - self.sum_bytes) // self.stage_bytes, self.tiles.most_stages)
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * self.stage_bytes
+        return self.stages * self.stage_bytes + self.sum_bytes
 
 
 @dataclass(frozen=True)
@@ -96,10 +115,78 @@ class TileShape:
     even: float
     uneven: float
 
+    def launches(self, m: int, n: int, k: int, multiprocessors: int) -> Iterator[tuple[float, HopperTiles]]:
+        blocks, steps = self.tiles.blocks(m, n), -(-k // STEP)
+        most = min(multiprocessors, blocks * min(steps, MAX_PROGRAMS))
+        for programs in {most, most // blocks * blocks, blocks // -(-blocks // most)} - {0}:
+            if blocks % programs == 0:
+                end = self.whole
+            elif programs % blocks == 0:
+                end = self.pair if programs == 2 * blocks else self.even
+            else:
+                end = self.uneven
+            cost = -(-blocks * steps // programs) * self.unit + end
+            yield cost, replace(self.tiles, programs=programs)
 
-def _few(block_m: int, rows: int, most_stages: int, unit: float, whole: float, even: float, uneven: float) -> TileShape:
-    tiles = HopperTiles(block_m=block_m, rows=rows, most_stages=most_stages)
-    return TileShape(tiles, unit, whole, even, even, uneven)
+
+@dataclass(frozen=True, kw_only=True)
+class FewShape:
+    """A tile of few tokens. The programs of a tile are a cluster, or split its channels as evenly as they can.
+
+    Microseconds are start + spread * (units of a multiprocessor) + unit * (units of a program), fitted to an H200's
+    times of 11 weight shapes (most within 5%): all share the bandwidth, a program has its units one after the other.
+    """
+
+    tiles: HopperTiles
+    clusters: tuple[int, ...]
+    uneven: bool  # also one program per place, whatever tiles they share
+    start: float
+    spread: float
+    unit: float
+
+    def launches(self, m: int, n: int, k: int, multiprocessors: int) -> Iterator[tuple[float, HopperTiles]]:
+        if m > self.tiles.block_m:
+            return
+        blocks, steps = self.tiles.blocks(m, n), -(-k // STEP)
+        made = (
+            self._clusters(blocks, steps, multiprocessors)
+            if self.clusters
+            else self._splits(blocks, steps, multiprocessors)
+        )
+        for tiles in made:
+            units = -(-blocks * steps // tiles.programs)
+            yield self.start + self.spread * blocks * steps / multiprocessors + self.unit * units, tiles
+
+    def _clusters(self, blocks: int, steps: int, multiprocessors: int) -> Iterator[HopperTiles]:
+        """Not all of more clusters than these run at once: 240 programs took half as long again as 192."""
+        for cluster in self.clusters:
+            if cluster <= steps and blocks * cluster <= multiprocessors * 7 // 4:
+                yield replace(self.tiles, cluster=cluster, programs=blocks * cluster)
+
+    def _splits(self, blocks: int, steps: int, multiprocessors: int) -> Iterator[HopperTiles]:
+        most = multiprocessors * self.tiles.resident
+        if blocks <= most:
+            yield replace(self.tiles, programs=blocks * min(most // blocks, steps))
+        else:
+            yield replace(self.tiles, programs=blocks // -(-blocks // most))
+        if self.uneven and blocks * steps > most:
+            yield replace(self.tiles, programs=most)
+
+
+def _few(
+    block_m: int,
+    rows: int,
+    stages: int,
+    *costs: float,
+    clusters: tuple[int, ...] = (),
+    resident: int = 2,
+    uneven: bool = False,
+) -> FewShape:
+    start, spread, unit = costs
+    tiles = HopperTiles(
+        block_m=block_m, rows=rows, most_stages=stages, warpgroups=3 if rows == 192 else 2, resident=resident
+    )
+    return FewShape(tiles=tiles, clusters=clusters, uneven=uneven, start=start, spread=spread, unit=unit)
 
 
 def _many(block_m: int, rows: int, burst: int, *costs: float, buffers: int = 1) -> TileShape:
@@ -108,15 +195,17 @@ def _many(block_m: int, rows: int, burst: int, *costs: float, buffers: int = 1) 
     return TileShape(tiles, *costs)
 
 
-# more stages than these and all loads of a short product are under way at once: they also end at once, and nothing is
-# multiplied meanwhile (12 instead of 6 cost 2 microseconds)
-SHAPES = (
-    _few(8, 256, 6, 0.54, 2.4, 6.4, 7.6),
-    _few(8, 384, 5, 0.80, 1.0, 6.8, 7.6),
-    _few(8, 512, 6, 1.02, 1.0, 8.3, 14.0),
-    _few(16, 256, 5, 0.66, 1.5, 6.8, 8.3),
-    _few(16, 384, 4, 0.92, 1.5, 7.6, 8.5),
-    _few(16, 512, 4, 1.16, 2.0, 9.5, 16.0),
+CLUSTERS = (2, 3, 4, 5, 6, 8)
+SHAPES: tuple[FewShape | TileShape, ...] = (
+    _few(8, 192, 6, 2.1, 0.237, 0.405, clusters=CLUSTERS),
+    _few(8, 256, 5, 2.1, 0.295, 0.54, clusters=CLUSTERS),
+    _few(8, 128, 8, 3.9, 0.168, 0.265),
+    _few(8, 256, 5, 5.2, 0.412, 0.28),
+    _few(16, 192, 5, 2.5, 0.313, 0.53, clusters=CLUSTERS),
+    _few(16, 256, 4, 1.8, 0.405, 0.73, clusters=CLUSTERS),
+    _few(16, 128, 8, 4.3, 0.185, 0.38),
+    _few(16, 256, 8, 4.3, 0.43, 0.29, resident=1),
+    _few(16, 512, 4, 9.0, 1.13, 0.0, resident=1, uneven=True),
     _many(32, 128, 8, 0.43, 3.2, 3.6, 4.8, 6.0),
     _many(32, 192, 8, 0.56, 3.4, 4.8, 5.7, 7.3),
     _many(32, 256, 8, 0.64, 3.1, 5.4, 6.3, 9.8),
@@ -136,19 +225,9 @@ SHAPES = (
 
 def hopper_launches(m: int, n: int, k: int, multiprocessors: int) -> Iterator[tuple[float, HopperTiles]]:
     """Every launch for this product with its cost in microseconds."""
-    steps = -(-k // STEP)
-    for shape in (shape for shape in SHAPES if shape.tiles.many == (m > MAX_FEW_ROWS)):
-        blocks = -(-n // shape.tiles.rows) * -(-m // shape.tiles.block_m)
-        most = min(multiprocessors, blocks * min(steps, MAX_PROGRAMS))
-        for programs in {most, most // blocks * blocks, blocks // -(-blocks // most)} - {0}:
-            if blocks % programs == 0:
-                end = shape.whole
-            elif programs % blocks == 0:
-                end = shape.pair if programs == 2 * blocks else shape.even
-            else:
-                end = shape.uneven
-            cost = -(-blocks * steps // programs) * shape.unit + end
-            yield cost, replace(shape.tiles, programs=programs)
+    for shape in SHAPES:
+        if shape.tiles.many == (m > MAX_FEW_ROWS):
+            yield from shape.launches(m, n, k, multiprocessors)
 
 
 @cache
@@ -176,11 +255,14 @@ def fits_hopper(x: Tensor, weight: PackedWeight) -> bool:
 
 
 def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, tiles: HopperTiles) -> Tensor:
-    """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per program and warpgroup."""
+    """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per program (of few tokens: per
+    tile) and warpgroup.
+    """
     (m, k), n = x.shape, weight.out_features
-    blocks = -(-n // tiles.rows) * -(-m // tiles.block_m)
-    programs = min(tiles.programs, blocks * min(-(-k // STEP), MAX_PROGRAMS))
-    assert programs * tiles.warpgroups <= locks.numel(), (programs, tiles, locks.shape)
+    blocks, steps = tiles.blocks(m, n), -(-k // STEP)
+    programs = min(tiles.programs, blocks * (min(steps, MAX_PROGRAMS) if tiles.many else steps))
+    assert (programs if tiles.many else blocks) * tiles.warpgroups <= locks.numel(), (programs, tiles, locks.shape)
+    assert tiles.cluster == 1 or (programs == blocks * tiles.cluster and tiles.cluster <= steps), (programs, tiles)
     if x.data_ptr() % 16:
         x = x.clone()
     if bias is not None and bias.dtype != x.dtype:
@@ -189,7 +271,8 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Te
         x = gather_channels(x, weight.perm)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     pair = tiles.many and programs == 2 * blocks  # their parts stay in shared memory
-    parts = 0 if pair or blocks % programs == 0 else programs  # one of each: of the one tile that it does not end
+    # of each program one, of the tile that it does not end; with few tokens also of the one that it does not begin
+    parts = 0 if pair or blocks % programs == 0 or tiles.cluster > 1 else programs * (1 if tiles.many else 2)
     partial = torch.empty(parts * tiles.rows * tiles.block_m, dtype=torch.float32, device=x.device)
     variant = Variant(
         tiles=replace(tiles, programs=0),
@@ -218,7 +301,7 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Te
         # weights are read before the kernel before has ended; in a captured graph none of them is written
         overlap = torch.cuda.is_current_stream_capturing()
         _kernel(variant, x.device.index).launch(
-            programs, tiles.threads, arguments, overlap=overlap, cluster=2 if pair else 1
+            programs, tiles.threads, arguments, overlap=overlap, cluster=2 if pair else tiles.cluster
         )
     return out
 
@@ -261,6 +344,8 @@ def source(variant: Variant) -> str:
         "BURST": tiles.burst,
         "BUFFERS": tiles.buffers,
         "WGMMA": _wgmma(tiles.block_m, variant.half),
+        "CLUSTER": tiles.cluster,
+        "RESIDENT": tiles.resident,
     }
     here = Path(__file__)
     files = (here.with_suffix(".cu"), here.with_name(f"w4a16_hopper_{'many' if tiles.many else 'few'}.cu"))

@@ -18,6 +18,7 @@ from hf_paged.kernels.w4a16_hopper import (
     MAX_HOPPER_ROWS,
     MAX_PROGRAMS,
     SHAPES,
+    FewShape,
     HopperTiles,
     Variant,
     choose_hopper_tiles,
@@ -71,15 +72,28 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
 
 
 def all_tiles() -> list[HopperTiles]:
-    """Every tile: one program for all, tiles shared unevenly by a few, and by as many as an H200 has."""
-    return [replace(shape.tiles, programs=programs) for shape in SHAPES for programs in (1, 5, 132)]
+    """Every tile: one program for all, tiles shared unevenly by a few, and by as many as an H200 has; every cluster."""
+    tiles = []
+    for shape in SHAPES:
+        if isinstance(shape, FewShape) and shape.clusters:
+            tiles += [replace(shape.tiles, cluster=cluster, programs=10_000) for cluster in shape.clusters]
+        else:
+            tiles += [replace(shape.tiles, programs=programs) for programs in (1, 5, 132)]
+    return tiles
+
+
+def launched(tiles: HopperTiles, m: int, n: int) -> HopperTiles:
+    return tiles if tiles.cluster == 1 else replace(tiles, programs=tiles.blocks(m, n) * tiles.cluster)
 
 
 def name(tiles: HopperTiles) -> str:
-    return f"{tiles.block_m}x{tiles.rows}/{tiles.programs}"
+    shared = f"c{tiles.cluster}" if tiles.cluster > 1 else f"{tiles.programs}"
+    return f"{tiles.block_m}x{tiles.rows}s{tiles.most_stages}/{shared}"
 
 
-@pytest.mark.parametrize("tiles", sorted({replace(t, programs=0) for t in all_tiles()}, key=str), ids=name)
+@pytest.mark.parametrize(
+    "tiles", sorted({replace(t, programs=0) for t in all_tiles() if t.cluster in (1, 8)}, key=str), ids=name
+)
 def test_every_launch_compiles_and_fits_a_multiprocessor(tiles: HopperTiles) -> None:
     """Here, without a GPU: NVRTC needs none."""
     try:
@@ -88,17 +102,21 @@ def test_every_launch_compiles_and_fits_a_multiprocessor(tiles: HopperTiles) -> 
         pytest.skip(str(error))
     for half, zeros, groups in ((False, False, 1), (True, True, 4)):
         variant = Variant(tiles=tiles, half=half, groups=groups, zeros=zeros)
-        assert variant.shared_bytes + 1024 <= SHARED_BYTES
+        assert (variant.shared_bytes + 1024) * tiles.resident <= SHARED_BYTES + 1024
         assert compile_cubin(source(variant), "w4a16_hopper", "sm_90a")
 
 
 def test_a_launch_has_work_for_every_program_and_a_lock_for_each() -> None:
-    """More programs than locks corrupt memory; more than 16 on a tile could wait for one that never gets a place."""
-    for m, n, k in itertools.product((1, 17, 64, 100, 128, 200, 256, 4096), (16, 576, 2048, 57344), (128, 1504, 28672)):
+    """More programs than locks corrupt memory."""
+    for m, n, k in itertools.product(
+        (1, 9, 17, 64, 100, 128, 200, 256, 4096), (16, 576, 2048, 57344), (128, 1504, 28672)
+    ):
         tiles = choose_hopper_tiles(m, n, k, 132)
-        blocks = -(-n // tiles.rows) * -(-m // tiles.block_m)
-        assert 1 <= tiles.programs <= min(132, blocks * min(-(-k // 128), MAX_PROGRAMS))
-        assert tiles.programs * tiles.warpgroups <= lock_count(n)
+        blocks, steps = tiles.blocks(m, n), -(-k // 128)
+        most = min(132, blocks * min(steps, MAX_PROGRAMS)) if tiles.many else min(132 * tiles.resident, blocks * steps)
+        assert 1 <= tiles.programs <= most
+        assert (tiles.programs if tiles.many else blocks) * tiles.warpgroups <= lock_count(n)
+        assert tiles.cluster == 1 or tiles.programs == blocks * tiles.cluster
 
 
 CASES = [
@@ -147,10 +165,11 @@ def test_every_tile_split_and_number_of_programs_gives_the_product(tiles: Hopper
     locks = torch.zeros(4096, dtype=torch.int32, device="cuda")
     for m in (tiles.block_m, tiles.block_m - 3, 2 * tiles.block_m - 5):
         x = activations(m, 1504, torch.bfloat16)
-        result = w4a16_hopper(x, packed, None, locks, tiles)
+        here = launched(tiles, m, 1008)
+        result = w4a16_hopper(x, packed, None, locks, here)
         assert_close(result, packed_linear_reference(x, packed, None))
         assert not locks.any()
-        assert torch.equal(result, w4a16_hopper(x, packed, None, locks, tiles))
+        assert torch.equal(result, w4a16_hopper(x, packed, None, locks, here))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,125 @@
+"""Programs of the Hopper kernels that share a tile wait for each other: each must get its place on the GPU, whatever
+else runs there.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+from hf_paged.kernels.cuda_kernel import CudaKernel
+from hf_paged.kernels.packed_weight import PackedWeight, packed_shape
+from hf_paged.kernels.w4a16_hopper import MAX_PROGRAMS, SHAPES, HopperTiles, w4a16_hopper
+
+STREAMS = 24  # half of them of high priority
+SECONDS = 60.0  # the work takes milliseconds, what it is compared with a few seconds
+HELD_MILLISECONDS = 30
+N, K = 1024, 4096
+
+HOLD = """
+extern "C" __global__ void hold(int milliseconds) {
+  unsigned long long begin, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+  do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  while (now - begin < milliseconds * 1000000ull);
+}
+"""
+
+
+def random_weight() -> PackedWeight:
+    return PackedWeight(
+        packed=torch.randint(-(2**31), 2**31, packed_shape(K, N, 4), dtype=torch.int32, device="cuda"),
+        scales=torch.rand((K // 128, N), device="cuda").half(),
+        zeros=None,
+        perm=None,
+        field_bits=4,
+        code_bits=4,
+        group_size=128,
+        in_features=K,
+        out_features=N,
+    )
+
+
+def shared_launches(many: bool, m: int) -> list[HopperTiles]:
+    """Every tile shared by a cluster or by as many programs as there may be, and unevenly."""
+    launches = []
+    for tiles in (shape.tiles for shape in SHAPES if shape.tiles.many == many and shape.tiles.block_m >= m):
+        blocks = tiles.blocks(m, N)
+        counts = (blocks * MAX_PROGRAMS, blocks * MAX_PROGRAMS - 5)
+        launches += [replace(tiles, programs=min(count, 132 * tiles.resident)) for count in counts]
+        if not many:
+            launches.append(replace(tiles, cluster=8, programs=blocks * 8))
+    return launches
+
+
+class Streamed:
+    """A stream with a captured graph of products that share tiles; each has its locks."""
+
+    def __init__(self, x: Tensor, weight: PackedWeight, launches: list[HopperTiles], priority: int) -> None:
+        self.stream, self.done = torch.cuda.Stream(priority=priority), torch.cuda.Event()
+        locks = torch.zeros(512, dtype=torch.int32, device="cuda")
+        for tiles in launches:  # compiled before anything is captured
+            w4a16_hopper(x, weight, None, locks, tiles)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=self.stream):
+            self.results = [w4a16_hopper(x, weight, None, locks, tiles) for tiles in launches]
+
+    def start(self) -> None:
+        with torch.cuda.stream(self.stream):
+            self.graph.replay()
+            self.done.record()
+
+
+def run(many: bool, free: int) -> None:
+    """Streams of products beside a kernel that leaves them `free` multiprocessors for a while."""
+    properties = torch.cuda.get_device_properties(0)
+    # all shared memory of a multiprocessor: nothing else runs there meanwhile
+    holder = CudaKernel(HOLD, "hold", "sm_90a", properties.shared_memory_per_block_optin)
+    x = torch.randn(64 if many else 8, K, device="cuda").bfloat16()
+    weight, launches = random_weight(), shared_launches(many, x.shape[0])
+    streams = [Streamed(x, weight, launches, priority=-(i % 2)) for i in range(STREAMS)]
+    streams[0].start()
+    torch.cuda.synchronize()
+    expected = [result.clone() for result in streams[0].results]
+    held = torch.cuda.Stream(priority=-1)
+    print("ready", flush=True)
+    for _ in range(3):
+        with torch.cuda.stream(held):
+            holder.launch(properties.multi_processor_count - free, 32, [HELD_MILLISECONDS])
+        for streamed in streams:
+            streamed.start()
+        torch.cuda.synchronize()
+    for streamed in streams:
+        assert all(map(torch.equal, streamed.results, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["few", "many"])
+def test_products_that_share_tiles_end_beside_each_other_and_a_kernel_that_holds_the_gpu(kernel: str) -> None:
+    """A program that waits keeps its place: were all places kept by such, nothing would ever run again. In a process of
+    its own, which can be ended then.
+    """
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("made for Hopper")
+    child = subprocess.Popen([sys.executable, __file__, kernel], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"  # compiled, and right when alone
+        assert child.wait(SECONDS) == 0
+    except subprocess.TimeoutExpired:
+        pytest.fail("programs wait for others that have no place")
+    finally:
+        child.kill()
+
+
+if __name__ == "__main__":
+    for left in (32, 1):
+        run(sys.argv[1] == "many", left)
