@@ -20,6 +20,7 @@ from hf_paged.kernels.gated_activation import _gated_activation
 from hf_paged.kernels.gather_channels import _gather_channels
 from hf_paged.kernels.rms_norm import _rms_norm
 from hf_paged.kernels.rope_write import _rope_write
+from hf_paged.kernels.step_tokens import _input_tokens, _likeliest
 
 arch = int(sys.argv[1])
 
@@ -35,6 +36,7 @@ def build(kernel, pointers, ints, floats, constants, warps, ones=(), order=False
     waits = ptx.find("griddepcontrol.wait")
     reads = ptx.rfind("ld.global") if order else ptx.find("ld.global")  # an order of channels is no kernel's work
     assert (waits >= 0) == (arch >= 90) and waits < reads, ptx
+    assert ptx.find("griddepcontrol.launch_dependents") <= waits, ptx  # else the chain of a step stops here
     return ptx
 
 def widest(ptx, what):
@@ -62,6 +64,11 @@ pointers = {"x_ptr": "*bf16", "out_ptr": "*bf16", "order_ptr": "*i32"}
 for constants, warps in ((dict(BLOCK=8192, WHOLE=True), 16), (dict(BLOCK=1024, WHOLE=False), 4)):
     ptx = build(_gather_channels, pointers, [], [], dict(K=8192, **constants), warps, order=True)
     assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
+tokens = dict.fromkeys(["out_ptr", "ids_ptr", "rows_ptr", "last_ptr"], "*i64")
+build(_input_tokens, tokens, ["count"], [], dict(BLOCK=256), 4)
+logits = {"logits_ptr": "*bf16", **dict.fromkeys(["out_ptr", "last_ptr", "rows_ptr"], "*i64")}
+ptx = build(_likeliest, logits, ["stride", "V"], [], dict(BLOCK=8192), 16)
+assert "cp.async.cg.shared.global" in ptx, ptx  # 16 bytes each, several blocks of a row under way
 FULL = dict(ROTARY_DIM=128, INTERLEAVED=False)
 PLAIN = dict(TRANSFORM=False, V_OFFSET=False, K_ROTATION=1, V_ROTATION=1)
 SMOOTH = dict(TRANSFORM=True, V_OFFSET=True, K_ROTATION=1, V_ROTATION=1)

@@ -41,3 +41,18 @@ def test_a_logit_that_is_no_number_is_not_the_likeliest() -> None:
     logits = torch.tensor([[0.0, float("nan"), 1.0]], device=DEVICE)
     row = torch.zeros(1, dtype=torch.long, device=DEVICE)
     assert likeliest_tokens(logits, row, row.clone()).tolist() == [2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [32000, 49152, 128256])
+@pytest.mark.parametrize("rows", [1, 128])
+def test_real_sizes_on_the_gpu(rows: int, vocab_size: int) -> None:
+    """Rows that end within a block: what lies behind them must not be likelier than a row of very small logits."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    logits = torch.randn(rows, vocab_size, generator=generator, device="cuda").to(torch.bfloat16) - 40
+    places, last = torch.arange(rows, device="cuda").flip(0), torch.zeros(rows, dtype=torch.long, device="cuda")
+    tokens = likeliest_tokens(logits, places, last)
+    equal = logits == logits.amax(-1, keepdim=True)
+    lowest = torch.where(equal, torch.arange(vocab_size, device="cuda"), vocab_size).amin(-1)
+    assert torch.equal(tokens, lowest)
+    assert torch.equal(last, tokens.flip(0))
