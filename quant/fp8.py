@@ -23,7 +23,6 @@ from hf_paged.kernels.fp8_linear import Fp8Weight, fp8_linear
 from hf_paged.kernels.packed_linear import lock_count
 from hf_paged.quant.header import torch_dtype
 from hf_paged.quant.layout import FLOATS, TensorSpec
-from hf_paged.quant.mapped_files import MappedFiles
 
 STATIC_SCALES = ("input_scale", "activation_scale")  # compressed-tensors and AutoFP8; Transformers
 FP8_SUFFIXES = ("weight", "weight_scale", "weight_scale_inv", *STATIC_SCALES)
@@ -94,12 +93,8 @@ def identify_fp8(
 
 
 class Fp8Linear(nn.Module):
-    """y = x W^T + b from e4m3 weights. Parameters carry the names and shapes of the file. It does not train.
+    """y = x W^T + b from e4m3 weights. Parameters carry the names and shapes of the file. It does not train."""
 
-    `files`: while it loads, those that its parameters come from.
-    """
-
-    files: MappedFiles | None = None
     weight: Tensor
     bias: Tensor | None
     locks: Tensor
@@ -115,11 +110,6 @@ class Fp8Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(layout.out_features, dtype=dtype), requires_grad=False) if bias else None
 
         self.register_buffer("locks", torch.zeros(lock_count(layout.out_features), dtype=torch.int32), persistent=False)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        super().register_parameter(name, param)
-        if self.files is not None and param is not None and param.device.type not in ("cpu", "meta"):
-            self.files.were_copied([param])
 
     @property
     def fp8_weight(self) -> Fp8Weight:

@@ -9,7 +9,8 @@ tensor and before the model is returned.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,15 @@ class CheckpointLoader(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.problems: list[str] = []
         self.plan = Plan()
+        self.device_map: Mapping[str, Any] = {}
         self.files = MappedFiles(())
+        self.repack = Repack(self.problems, self.files)
         self.kept: dict[str, Tensor] = {}  # scales of the KV cache and of activations, written back at saving
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Called once before the model is made, and again with what became of a `device_map` such as "auto"."""
+        if isinstance(device_map, Mapping):
+            self.device_map = device_map
         if getattr(self.quantization_config, "dequantize", False):
             raise ValueError(
                 "dequantize=True is not supported here: hf_paged runs from packed weights; call "
@@ -91,9 +97,7 @@ class CheckpointLoader(HfQuantizer):
 
     def _linear(self, layout: Layout | Fp8Layout, bias: bool, dtype: torch.dtype) -> PackedLinear | Fp8Linear:
         if isinstance(layout, Fp8Layout):
-            fp8 = Fp8Linear(layout, bias=bias, dtype=dtype)
-            fp8.files = self.files
-            return fp8
+            return Fp8Linear(layout, bias=bias, dtype=dtype)
         scales = torch_dtype(layout.tensors[layout.scales_name].dtype)
         linear = PackedLinear(layout, bias=bias, dtype=dtype, scales_dtype=scales)
         linear.cpu_cache = self.quantization_config.cpu_cache
@@ -121,14 +125,12 @@ class CheckpointLoader(HfQuantizer):
                 module.requires_grad_(False)
             if isinstance(module, PackedLinear) and _offloaded(module):
                 module.cpu_cache = False  # the plain copy of a layer that lies on disk would stay in memory
-            if isinstance(module, Fp8Linear):
-                module.files = None
             if isinstance(module, Fp8Linear) and not _offloaded(module):
                 try:
                     module.check(name)
                 except ValueError as error:
                     self.problems.append(str(error))
-        self.problems += check_values(model)
+        self.problems += self._never_loaded(model) or check_values(model)
         refuse_problems("used", self.problems)
         if self.quantization_config.self_check:
             check_kernels(model)
@@ -140,10 +142,28 @@ class CheckpointLoader(HfQuantizer):
             )
         logger.info("%d packed linears, %d expert layers", len(self.plan.linears), len(self.plan.experts))
 
+    def _device_of(self, module: str) -> torch.device:
+        """Where `module` is converted: on its device, or for the disk on the CPU."""
+        while module and module not in self.device_map:
+            module = module.rpartition(".")[0]
+        place = self.device_map.get(module, "cpu")
+        return torch.device("cpu" if place == "disk" else place)
+
+    def _never_loaded(self, model: PreTrainedModel) -> list[str]:
+        """What would have been left random: the plan found it in the file, so its name was lost on the way."""
+        fine = [*model.all_tied_weights_keys, *dict(model.named_buffers())]
+        ignored = "|".join(model._keys_to_ignore_on_load_missing or ()) or "$^"
+        return [
+            f"tensor {name} is in the file, but was not loaded: report it with the model's config.json"
+            for name in sorted(self.repack.missing.difference(fine))
+            if re.search(ignored, name) is None
+        ]
+
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], *args: Any, **kwargs: Any
     ) -> list[WeightTransform]:
-        return [*converters(self.problems, self.files, self.plan), *weight_conversions]
+        self.repack = Repack(self.problems, self.files, self._device_of)
+        return [*converters(self.repack, self.plan), *weight_conversions]
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Asked by Transformers >= 5.23 for each tensor; None keeps the file's dtype. What is repacked keeps it: all

@@ -2,7 +2,7 @@
 
 Transformers maps all files of a checkpoint for the whole of its loading. Pages that were copied (to a GPU, or into
 packed words) are clean and can be read again, but count as this process's memory until it ends: 35 GB of a 70B model
-beside the 35 GB on the GPU.
+beside the 35 GB on the GPU. So a tensor is not read before its module is converted (`convert.py`), and given back then.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 _MAPS = Path("/proc/self/maps")  # Linux; elsewhere nothing is given back
-_KEPT_BYTES = 64 << 20  # that may be read before their pages are given back
+_KEPT_BYTES = 64 << 20  # that may be copied before all pages are given back
+_AHEAD_BYTES = 256 << 20
 
 
 class MappedFiles:
@@ -31,34 +33,36 @@ class MappedFiles:
         self._older = set(self._ranges())
         self._num_bytes = 0
 
-    def were_copied(self, tensors: Iterable[Tensor]) -> None:
-        """What `tensors` hold was copied and is not needed in the files any more. Only while they are mapped, and only
-        where nobody wrote to them: what views these pages is read from the files again.
+    def will_be_read(self, tensors: Iterable[Tensor]) -> None:
+        """Let the system fetch what these CPU tensors hold, and what follows them in their files."""
+        for tensor in tensors:
+            self._advise(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes + _AHEAD_BYTES, mmap.MADV_WILLNEED)
 
-        A tensor that came to the CPU lies in the files: its pages go at once. Of those on other devices all pages of
-        the files go from time to time, since readers are ahead.
+    def were_copied(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+        """What these CPU tensors hold was copied to `device` and is not needed in the files any more. Only while they
+        are mapped, and only where nobody wrote to them: what views these pages is read from the files again.
+
+        Their pages go at once; with tensors that leave the CPU all pages of the files go from time to time, for the
+        sake of those that Transformers copies itself.
         """
         for tensor in tensors:
-            if tensor.device.type == "cpu":
-                begin = tensor.data_ptr()
-                self._give_back(begin, begin + tensor.nbytes)
-            else:
-                self._num_bytes += tensor.nbytes
-        if self._num_bytes >= _KEPT_BYTES:
+            self._advise(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, mmap.MADV_DONTNEED)
+            self._num_bytes += tensor.nbytes
+        if device.type != "cpu" and self._num_bytes >= _KEPT_BYTES:
             self._num_bytes = 0
             self.release()
 
     def release(self) -> None:
         for begin, end in self._mapped:
-            self._give_back(begin, end)
+            self._advise(begin, end, mmap.MADV_DONTNEED)
 
-    def _give_back(self, begin: int, end: int) -> None:
-        """The whole pages between two addresses, where they are of the files."""
+    def _advise(self, begin: int, end: int, advice: int) -> None:
+        """For the whole pages between two addresses, where they are of the file that lies at the first."""
         for first, last in self._mapped:
             low = -(-max(begin, first) // mmap.PAGESIZE) * mmap.PAGESIZE
             high = min(end, last) // mmap.PAGESIZE * mmap.PAGESIZE
-            if low < high:
-                _libc().madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), mmap.MADV_DONTNEED)
+            if first <= begin < last and low < high:
+                _libc().madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), advice)
 
     @cached_property
     def _mapped(self) -> list[tuple[int, int]]:

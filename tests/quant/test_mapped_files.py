@@ -66,7 +66,8 @@ def test_what_another_device_got_is_given_back_in_portions(tmp_path: Path, monke
     files = MappedFiles([str(tmp_path / "model.safetensors")])
     monkeypatch.setattr(files, "release", lambda: released.append(1))
     for _ in range(5):
-        files.were_copied([torch.empty(32 << 20, dtype=torch.uint8, device="meta")])
+        files.were_copied([torch.empty(32 << 20, dtype=torch.uint8)], torch.device("cuda"))
+    files.were_copied([torch.empty(256 << 20, dtype=torch.uint8)], torch.device("cpu"))
     assert len(released) == 2
 
 
@@ -133,8 +134,8 @@ def test_a_checkpoint_streams_through_the_cpu_shard_by_shard(tmp_path: Path) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_checkpoint_larger_than_the_portions_never_lies_in_cpu_memory_as_a_whole(tmp_path: Path, fp8: bool) -> None:
-    """Measured beside the load, since threads of Transformers read ahead of what is converted. Nor does the GPU need a
-    tenth more than the packed size."""
+    """Measured beside the load, since threads of Transformers read ahead of what is converted, unless they are told not
+    to. Nor does the GPU need a tenth more than the packed size."""
     shape = LlamaShape(hidden=4096, intermediate=11008, layers=8, heads=32, kv_heads=32, vocab=256)
     write_checkpoint(tmp_path, shape, Format())
     if fp8:
@@ -155,7 +156,7 @@ def test_a_checkpoint_larger_than_the_portions_never_lies_in_cpu_memory_as_a_who
     finally:
         done.set()
         watcher.join()
-    assert 0 < peak[0] < sum(sizes) / 2, (peak[0] >> 20, [size >> 20 for size in sizes])
+    assert 0 < peak[0] < 2 * max(sizes) + (256 << 20), (peak[0] >> 20, [size >> 20 for size in sizes])
     assert torch.cuda.max_memory_allocated() - before < 1.1 * sum(sizes)
 
 
