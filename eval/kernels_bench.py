@@ -4,9 +4,9 @@
     hf-paged bench kernels --what decode --shape gqa8 --batch 64 --context 2048 --sweep
     hf-paged bench kernels --what prefill --shape mha
 
-Every call of a captured graph uses other pages, rotated over at least four times the L2 cache, and a figure is the
-median over replays. Bytes are codes and scales of the live tokens: the ceiling is bytes / read bandwidth. A prompt's
-FLOPs are those of two products over half of the square.
+Calls of a captured graph rotate over pages of at least four times the L2 cache, and a figure is the median over
+replays. Bytes are codes and scales of the live tokens: the ceiling is bytes / read bandwidth. A prompt's FLOPs are
+those of two products over half of the square.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _read(x_ptr, out_ptr, PER_PROGRAM: tl.constexpr, BLOCK: tl.constexpr):
 
 def read_bandwidth() -> float:
     """TB/s of a kernel that only reads: the best of a few launch shapes over 4 GiB."""
-    x = torch.zeros(1 << 30, dtype=torch.int32, device="cuda")
+    x = torch.empty(1 << 30, dtype=torch.int32, device="cuda").random_()
     out = torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
     best = 0.0
     for per_program, block, warps in itertools.product((16384, 65536), (2048, 4096), (4, 8)):
@@ -78,24 +78,26 @@ def read_bandwidth() -> float:
 
 
 def graph_time(calls: Sequence[Callable[[], object]], replays: int = 10) -> float:
-    """Seconds per call: `calls` captured in one graph, median over replays."""
+    """Seconds per call: `calls`, in turn and at least 16 of them, captured in one graph, median over replays.
+
+    Replays are queued one behind the other: the first one on an idle GPU begins 5 to 14 us late.
+    """
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    captured = list(calls) * -(-16 // len(calls))
     with torch.cuda.graph(graph):
-        for call in calls:
+        for call in captured:
             call()
     graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    for event in events:
+        event.record()
         graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / len(calls))
-    return statistics.median(times)
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+    return statistics.median(times) / 1e3 / len(captured)
 
 
 def random_pages(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> Pages:

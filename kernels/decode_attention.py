@@ -86,10 +86,8 @@ def _launch_registers(arguments: tuple[Any, ...], shape: dict[str, Any], layer: 
 def _launch_portable(
     arguments: tuple[Any, ...], shape: dict[str, Any], query: Tensor, layer: LayerKV, config: DecodeConfig
 ) -> None:
-    *_, num_seqs, kv_heads = arguments
-    decode_portable_kernel[(num_seqs * kv_heads if config.whole else config.programs,)](
+    decode_portable_kernel[(config.programs,)](
         *arguments,
-        config.programs,
         **shape,
         ROWS=max(16, triton.next_power_of_2(shape["GROUP"])),
         K_BLOCK=channel_block(layer.k.head_dim),
@@ -102,7 +100,6 @@ def _launch_portable(
         V_DOT=dot_dtype(query, layer.v),
         BYTE_PERMUTE=config.byte_permute and query.is_cuda,
         STAGES=config.num_stages,
-        WHOLE=config.whole,
         num_warps=config.num_warps,
     )
 
@@ -122,9 +119,9 @@ def _join(
     group, v_dim = partial.shape[2:]
     heads, h_block, columns = group, triton.next_power_of_2(group), triton.next_power_of_2(v_dim)
     many = config.programs >= 16 * num_seqs * kv_heads
-    if many or h_block * columns > 1024:  # what a warp holds four parts of
+    if many:
         heads = h_block = 1
-    columns = min(columns, 32) if many else columns
+    columns = min(columns, 32 if many else max(1024 // h_block, 32))  # a warp holds four parts of 1,024 values
     join_kernel[kv_heads * group // heads, num_seqs, triton.cdiv(v_dim, columns)](
         out,
         partial,
@@ -145,7 +142,6 @@ def _join(
         WINDOW=window is not None,
         SINKS=0 if sinks is None else sinks.dim(),
         OVERLAP=config.overlap,
-        WHOLE=config.whole,
         num_warps=4 if many else 1,
         **({"launch_pdl": True} if config.overlap else {}),
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels import decode_int4, decode_registers
-from hf_paged.kernels.layout import LayerKV, PlainPages
+from hf_paged.kernels.layout import LayerKV
 from hf_paged.kernels.on_device import cuda_capability
 
 
@@ -19,7 +19,6 @@ class DecodeConfig:
 
     tile: int  # tokens per tile, at most block_size
     programs: int = 1  # that share the work
-    whole: bool = False  # one program for each head of a sequence, if sequences are alike (portable kernel)
     least: int = 2  # tiles of a share, at least
     num_warps: int = 4
     num_stages: int = 3
@@ -38,15 +37,12 @@ def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int
     num_warps = 2 if tile <= 32 else 4
     stage = tile * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())
     per_sm = max(1, min(12 // num_warps, 200_000 // (2 * stage)))
-    # 16-bit pages of many heads: as fast as shared memory allows, and no end of a share is waited for (4 to 6%)
-    plain = all(isinstance(pages, PlainPages) and pages.head_dim == 128 for pages in (layer.k, layer.v))
-    whole = plain and query.is_cuda and num_seqs * kv_heads >= 2 * per_sm * sms
-    config = DecodeConfig(tile=tile, num_warps=num_warps, whole=whole, overlap=overlap)
+    config = DecodeConfig(tile=tile, num_warps=num_warps, overlap=overlap)
     if decode_int4.fits(query, layer):
         tile, registers = decode_int4.launch(layer, query.shape[1] // kv_heads)
         per_sm = 4 * (512 // registers)
         config = DecodeConfig(tile=tile, in_registers=True, max_registers=registers, overlap=overlap)
-    elif not whole and decode_registers.fits(query, layer):
+    elif decode_registers.fits(query, layer):
         tile, registers, per_sm = decode_registers.launch(layer)
         config = DecodeConfig(tile=tile, in_registers=True, max_registers=registers, overlap=overlap)
     if config.in_registers:  # 32 tokens at least: one sequence of 600 takes 8.0 us, with 64 of them 9.5

@@ -70,7 +70,6 @@ def attend_int4(
 ):  # fmt: skip
     """Some tiles of one sequence and KV head: all of them or a part."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
-    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     H: gl.constexpr = head_layout(TILE, N)
     HEADS: gl.constexpr = gl.SliceLayout(0, H)
     V_GROUPS: gl.constexpr = V_DIM // 64 if gl.uint8 == V_TYPE else 1
@@ -84,16 +83,10 @@ def attend_int4(
     row = begin * TILE % BLOCK_SIZE
     k, k_scale = _load(k_pages, block, row, K_TYPE, K_DIM, TILE, KL, H)
     v, v_scale = _load(v_pages, block, row, V_TYPE, V_DIM, TILE, VL, H)
-    if gl.uint8 == K_TYPE:
-        q0, q1, q2, q3, q_sum, q_unit = int4_queries(q_row, q_stride_h, scale, K_DIM, GROUP, N, MMA)
-    else:
-        q0, q1, q2, q3, q_sum, q_unit = _queries(q_row, q_stride_h, scale, K_TYPE, K_DIM, GROUP, N, MMA)
-    unit, _ = gl.split(q_unit.reshape([N, 2]))
-    unit = gl.convert_layout(unit, HEADS)
-    if gl.uint8 == K_TYPE:
-        unit *= CODE_UNIT
-        q_sum *= 1.0 / CODE_UNIT
-
+    q = _queries(q_row, q_stride_h, scale, K_TYPE, K_DIM, GROUP, N, MMA, HEADS)
+    factor = q[5]
+    if SOFTCAP:
+        factor = gl.full([N], 1.0, gl.float32, layout=HEADS)
     a0 = gl.zeros([V_DIM // 4, 2 * N], gl.float32, layout=MMA)  # of the j-th codes / v_unit, as are a1, a2, a3
     a1 = a0
     a2 = a0
@@ -104,31 +97,23 @@ def attend_int4(
     top = gl.full([N], float("-inf"), gl.float32, layout=HEADS)  # running maximum of base-2 scores
     v_unit = 2.0**-100  # a power of two, no smaller than any scale of v so far
     for tile in range(begin, end):
-        scores = _scores(k, k_scale, q0, q1, q2, q3, q_sum, K_TYPE, TILE, K_DIM, MMA, H)
+        scores = _scores(k, k_scale, q, K_TYPE, TILE, K_DIM, MMA, H)
         block = next_block
         next_block = gl.load(table_ptr + gl.minimum(tile + 2, end - 1) * TILE // BLOCK_SIZE)
         row = gl.minimum(tile + 1, end - 1) * TILE % BLOCK_SIZE  # the last tile is loaded again: no load has a mask
         k, k_scale = _load(k_pages, block, row, K_TYPE, K_DIM, TILE, KL, H)
-        factor = unit
         if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-            scores = softcap * (1.0 - 2.0 / (gl.exp2(scores * unit[None, :]) + 1.0))
-            factor = gl.full([N], 1.0, gl.float32, layout=HEADS)
-        if gl.uint8 == V_TYPE:
-            low_scale, low_zero, high_scale, high_zero = scales_of_rows(v_scale, TILE, V_GROUPS, H)
-        else:
-            low_scale = v_scale.to(gl.float32)
-            low_zero, high_scale, high_zero = low_scale, low_scale, low_scale
+            scores = softcap * (1.0 - 2.0 / (gl.exp2(scores * q[5][None, :]) + 1.0))
+        scales = _value_scales(v_scale, V_TYPE, TILE, V_GROUPS, H)
         edge = tile * TILE + TILE > seq_len
         if WINDOW:
             edge = edge | (tile * TILE < first_token)
         if edge:
-            n = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, H))
-            keep = (n >= first_token) & (n < seq_len)
-            scores, v, low_scale, low_zero, high_scale, high_zero = _living(
-                keep, seq_len - tile * TILE, scores, v, low_scale, low_zero, high_scale, high_zero, V_TYPE, TILE, VL
+            scores, v, scales = _living(
+                first_token - tile * TILE, seq_len - tile * TILE, scores, v, scales, V_TYPE, TILE, VL, H
             )
         new_top = gl.maximum(top, gl.max(scores, 0) * factor)
-        new_unit = gl.maximum(v_unit, power_of_two_above(gl.max(gl.maximum(low_scale, high_scale), 0)))
+        new_unit = gl.maximum(v_unit, power_of_two_above(gl.max(gl.maximum(scales[0], scales[2]), 0)))
         if (gl.max((new_top > top).to(gl.int32), 0) > 0) | (new_unit > v_unit):
             a0, a1, a2, a3, total, low_zeros, high_zeros = _rescaled(
                 gl.exp2(top - new_top), v_unit / new_unit, a0, a1, a2, a3, total, low_zeros, high_zeros, MMA
@@ -137,31 +122,20 @@ def attend_int4(
         v_unit = new_unit
         probs = gl.exp2(scores * factor[None, :] - top[None, :])  # one multiply-add
         total += probs
-        inverse = 1.0 / v_unit
-        low = probs * (low_scale * inverse)[:, None]
-        high = low
         if gl.uint8 == V_TYPE:
-            low_zeros += probs * low_zero[:, None]
+            low_zeros += probs * scales[1][:, None]
         if V_GROUPS == 2:
-            high_zeros += probs * high_zero[:, None]
-            high = probs * (high_scale * inverse)[:, None]
-        weights = gl.convert_layout(columns(low, high, MMA).to(gl.float16), B)
-        v0, v1, v2, v3 = value_operands(v, V_TYPE, TILE, V_DIM, MMA)
-        a0 = mma_v2(v0, weights, a0)
-        a1 = mma_v2(v1, weights, a1)
-        a2 = mma_v2(v2, weights, a2)
-        a3 = mma_v2(v3, weights, a3)
+            high_zeros += probs * scales[3][:, None]
+        a0, a1, a2, a3 = _add_values(v, probs, scales, 1.0 / v_unit, a0, a1, a2, a3, V_TYPE, V_GROUPS, TILE, V_DIM, MMA)
         v, v_scale = _load(v_pages, block, row, V_TYPE, V_DIM, TILE, VL, H)
 
-    low_zero = gl.sum(low_zeros, 0)
-    high_zero = low_zero
-    if V_GROUPS == 2:
-        high_zero = gl.sum(high_zeros, 0)
     whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr = results
     inverse = inverse_denominator(top, gl.sum(total, 0), whole, lse_ptr, sinks_ptr, GROUP, SINKS)
+    low_zero = gl.sum(low_zeros, 0) * inverse
+    high_zero = low_zero
+    if V_GROUPS == 2:
+        high_zero = gl.sum(high_zeros, 0) * inverse
     factor = v_unit * inverse
-    low_zero *= inverse
-    high_zero *= inverse
     if whole:
         store_heads(out_ptr, a0, a1, a2, a3, factor, low_zero, high_zero, V_TYPE, V_DIM, GROUP)
     else:
@@ -169,20 +143,45 @@ def attend_int4(
 
 
 @gluon.jit
-def _living(
-    keep, left, scores, v, low_scale, low_zero, high_scale, high_zero,
-    V_TYPE: gl.constexpr, TILE: gl.constexpr, VL: gl.constexpr,
+def _value_scales(v_scale, TYPE: gl.constexpr, TILE: gl.constexpr, GROUPS: gl.constexpr, H: gl.constexpr):
+    """Scale and zero of the low and of the high codes of each row; 8 bits have one scale."""
+    if gl.uint8 == TYPE:
+        low_scale, low_zero, high_scale, high_zero = scales_of_rows(v_scale, TILE, GROUPS, H)
+    else:
+        low_scale = v_scale.to(gl.float32)
+        low_zero, high_scale, high_zero = low_scale, low_scale, low_scale
+    return low_scale, low_zero, high_scale, high_zero
+
+
+@gluon.jit
+def _add_values(
+    v, probs, scales, inverse_unit, a0, a1, a2, a3, TYPE: gl.constexpr, GROUPS: gl.constexpr, TILE: gl.constexpr,
+    DIM: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """A tile at an edge: what lies in dead slots may be NaN (4-bit and int8 codes never are) and has no weight."""
+    """Accumulators + V^T weights: probabilities times the scales of the low and the high codes."""
+    low = probs * (scales[0] * inverse_unit)[:, None]
+    high = low
+    if GROUPS == 2:
+        high = probs * (scales[2] * inverse_unit)[:, None]
+    weights = gl.convert_layout(columns(low, high, MMA).to(gl.float16), gl.DotOperandLayout(1, MMA, 2))
+    v0, v1, v2, v3 = value_operands(v, TYPE, TILE, DIM, MMA)
+    return mma_v2(v0, weights, a0), mma_v2(v1, weights, a1), mma_v2(v2, weights, a2), mma_v2(v3, weights, a3)
+
+
+@gluon.jit
+def _living(first, left, scores, v, scales, TYPE: gl.constexpr, TILE: gl.constexpr, VL: gl.constexpr, H: gl.constexpr):
+    """A tile at an edge, of which the rows from `first` to `left` are seen: what lies in dead slots may be NaN (4-bit
+    and int8 codes never are) and has no weight."""
+    n = gl.arange(0, TILE, layout=gl.SliceLayout(1, H))
+    keep = (n >= first) & (n < left)
     scores = gl.where(keep[:, None], scores, float("-inf"))
-    low_scale = gl.where(keep, low_scale, 0.0)
-    low_zero = gl.where(keep, low_zero, 0.0)
-    high_scale = gl.where(keep, high_scale, 0.0)
-    high_zero = gl.where(keep, high_zero, 0.0)
-    if gl.float8e4nv == V_TYPE:
-        row = gl.arange(0, TILE, layout=gl.SliceLayout(1, VL))
-        v = gl.where((row < left)[:, None], v, 0)
-    return scores, v, low_scale, low_zero, high_scale, high_zero
+    low_scale = gl.where(keep, scales[0], 0.0)
+    low_zero = gl.where(keep, scales[1], 0.0)
+    high_scale = gl.where(keep, scales[2], 0.0)
+    high_zero = gl.where(keep, scales[3], 0.0)
+    if gl.float8e4nv == TYPE:
+        v = gl.where((gl.arange(0, TILE, layout=gl.SliceLayout(1, VL)) < left)[:, None], v, 0)
+    return scores, v, (low_scale, low_zero, high_scale, high_zero)
 
 
 @gluon.jit
@@ -217,6 +216,22 @@ def _load(
 
 @gluon.jit
 def _queries(
+    q_row, stride, scale, TYPE: gl.constexpr, K_DIM: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr,
+    MMA: gl.constexpr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Right operands, what their sums add to products, and the heads' units `[N]`: scores times it are of base 2."""
+    if gl.uint8 == TYPE:
+        q0, q1, q2, q3, sums, unit = int4_queries(q_row, stride, scale, K_DIM, GROUP, N, MMA)
+        sums *= 1.0 / CODE_UNIT
+        unit *= CODE_UNIT
+    else:
+        q0, q1, q2, q3, sums, unit = _code_queries(q_row, stride, scale, TYPE, K_DIM, GROUP, N, MMA)
+    unit, _ = gl.split(unit.reshape([N, 2]))
+    return q0, q1, q2, q3, sums, gl.convert_layout(unit, HEADS)
+
+
+@gluon.jit
+def _code_queries(
     q_ptr, stride, scale, TYPE: gl.constexpr, K_DIM: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
@@ -239,10 +254,11 @@ def _queries(
 
 @gluon.jit
 def _scores(
-    k, k_scale, q0, q1, q2, q3, q_sum,
+    k, k_scale, queries,
     TYPE: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr, MMA: gl.constexpr, H: gl.constexpr,
 ):  # fmt: skip
     """K q^T of one tile, `[TILE, N]` fp32; of 4-bit keys / CODE_UNIT."""
+    q0, q1, q2, q3, q_sum, _ = queries
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     products = gl.zeros([TILE, q0.shape[1]], gl.float32, layout=MMA)
     if gl.uint8 == TYPE:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hf_paged.kernels.decode_shares import ALIKE, SCAN, survey, visible_tiles, working_programs
+from hf_paged.kernels.decode_shares import SCAN, survey, visible_tiles
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "held"])
@@ -30,7 +30,6 @@ def join_kernel(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     OVERLAP: tl.constexpr,
-    WHOLE: tl.constexpr,
 ):
     """Heads of one KV head of one sequence: join their partial results, if there are any; zeros for an empty one."""
     if OVERLAP:  # what follows may start; it waits
@@ -40,7 +39,7 @@ def join_kernel(
     heads = tl.num_programs(0) * HEADS
     kv_heads = heads // GROUP
     n = tl.arange(0, SCAN)
-    total, longest, _living, parts, _each = survey(seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW, TILE, LEAST)
+    total, _living, parts, _each, programs = survey(seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW, TILE, LEAST)
     before = tl.zeros([], tl.int32)
     for i in range(0, seq, SCAN):
         seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < seq, other=0)
@@ -56,10 +55,7 @@ def join_kernel(
     if tiles == 0:  # a padded row of a captured graph
         tl.store(out, tl.zeros([H_BLOCK, COLUMNS], out_ptr.dtype.element_ty), mask=mask)
         return
-    if WHOLE:  # noqa: SIM102 (a constant of the compiler, then a value of the device)
-        if longest * num_seqs <= ALIKE * total:
-            return
-    first, last = _programs_of(seq, first_head // GROUP, kv_heads, parts, total, before, tiles, held, LEAST)
+    first, last = _programs_of(seq, first_head // GROUP, kv_heads, parts, total * kv_heads, before, tiles, programs)
     if first == last:
         return
     top = tl.full([H_BLOCK], float("-inf"), tl.float32)
@@ -81,15 +77,13 @@ def _program_of(unit, units, programs):
 
 
 @triton.jit
-def _programs_of(seq, kv_head, kv_heads, parts, total, before, tiles, held, LEAST: tl.constexpr):
-    """First and last program of one KV head of a sequence of `tiles`, `before` it and `total` (all of one head)."""
+def _programs_of(seq, kv_head, kv_heads, parts, units, before, tiles, programs):
+    """First and last program of one KV head of a sequence of `tiles`, `before` it (of one head), of `units` in all."""
     if parts > 0:
         first = (seq * kv_heads + kv_head) * parts
         last = first + parts - 1
     else:
         begin = before * kv_heads + kv_head * tiles
-        units = total * kv_heads
-        programs = working_programs(units, held, LEAST)
         first = _program_of(begin, units, programs)
         last = _program_of(begin + tiles - 1, units, programs)
     return first, last

@@ -16,9 +16,7 @@ from hf_paged.kernels.group_tile import group_tile
 from hf_paged.kernels.tiles import normalise_rows, softmax_step
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "kv_heads", "held", "window", "tables_stride"]
-)  # they vary: no kernel per value
+@triton.jit(do_not_specialize=["num_seqs", "kv_heads", "window", "tables_stride"])  # they vary: no kernel per value
 def decode_portable_kernel(
     out_ptr,  # [num_seqs, heads, V_DIM]
     partial_ptr,  # [programs, 2, GROUP, V_DIM] fp32
@@ -43,7 +41,6 @@ def decode_portable_kernel(
     window,
     num_seqs,
     kv_heads,
-    held,
     GROUP: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -64,9 +61,8 @@ def decode_portable_kernel(
     V_DOT: tl.constexpr,
     BYTE_PERMUTE: tl.constexpr,
     STAGES: tl.constexpr,
-    WHOLE: tl.constexpr,
 ):
-    start, stop, seq, before = share(seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW, TILE, LEAST, WHOLE)
+    program, start, stop, seq, before = share(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
     while start < stop:
         seq_len = tl.load(seq_lens_ptr + seq)
         first_token, first_tile, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
@@ -90,7 +86,7 @@ def decode_portable_kernel(
                 scale, softcap, ROWS, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, TILE, WINDOW, SOFTCAP,
                 K_SCALED, V_SCALED, K_INT4, V_INT4, K_DOT, V_DOT, BYTE_PERMUTE, STAGES,
             )  # fmt: skip
-            slot = (tl.program_id(0) * 2 + (skipped == 0).to(tl.int32)) * GROUP
+            slot = (program * 2 + (skipped == 0).to(tl.int32)) * GROUP
             out_row = (seq.to(tl.int64) * kv_heads + kv_head) * GROUP
             sink_row = (seq.to(tl.int64) * kv_heads * (SINKS - 1) + kv_head) * GROUP
             _store(

@@ -84,7 +84,7 @@ def decode_registers_kernel(
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
-    begin, end, seq, before = share(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
+    program, begin, end, seq, before = share(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
     while begin < end:
         seq_len = gl.load(seq_lens_ptr + seq)
         first_token, first_tile, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
@@ -102,7 +102,7 @@ def decode_registers_kernel(
             k = head_of_pages(k_ptr, k_scale_ptr, k_stride, k_scale_stride, kv_head * BLOCK_SIZE, K_DIM)
             v = head_of_pages(v_ptr, v_scale_ptr, v_stride, v_scale_stride, kv_head * BLOCK_SIZE, V_DIM)
             row = (seq.to(gl.int64) * kv_heads + kv_head) * GROUP
-            slot = (gl.program_id(0) * 2 + (first == 0).to(gl.int32)) * GROUP
+            slot = (program * 2 + (first == 0).to(gl.int32)) * GROUP
             sinks = sinks_ptr + (seq.to(gl.int64) * kv_heads * (SINKS - 1) + kv_head) * GROUP
             results = (count == tiles, out_ptr + row * V_DIM, partial_ptr + slot * V_DIM, lse_ptr + slot, sinks)
             if INT4:
@@ -331,7 +331,7 @@ def launch(layer: LayerKV) -> tuple[int, int, int]:
     """Tokens per tile, registers per lane and programs per multiprocessor.
 
     4 KB of keys in a tile, less where accumulators need the room. At head_dim 128 a scheduler's 512 registers per lane
-    hold 3 programs; of 16-bit pages, 9 on a multiprocessor read as fast as 12 and leave fewer partial results.
+    hold 3 programs; of 16-bit pages, 8 on a multiprocessor read as fast as 12 and leave fewer partial results.
     """
     k, v = layer.k.tensor, layer.v.tensor
     wide = max(x.shape[3] * x.element_size() for x in (k, v))
@@ -340,7 +340,7 @@ def launch(layer: LayerKV) -> tuple[int, int, int]:
     if head_dim <= 64:
         return tile, 128, 16
     if head_dim <= 128:
-        return tile, 168, 9 if min(k.element_size(), v.element_size()) == 2 else 12
+        return tile, 168, 8 if min(k.element_size(), v.element_size()) == 2 else 12
     return tile, 255, 8
 
 

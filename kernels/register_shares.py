@@ -31,21 +31,26 @@ def _add(a, b):
 
 @gluon.jit
 def share(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW: gl.constexpr, TILE: gl.constexpr, LEAST: gl.constexpr):
-    """This program's tiles `[begin, end)` of all, the sequence `begin` lies in, and the tiles (of one head) before it.
+    """This program's number, tiles `[begin, end)` of all, the sequence `begin` lies in, one head's tiles before it.
 
     `decode_shares.share` says the same in Triton, and why.
     """
-    total, parts, each, living = _cuts(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
+    total, living, parts, each, programs = _survey(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
+    place = gl.program_id(0) * programs
+    program = place // gl.num_programs(0)
     if parts > 0:
-        begin, end, seq, before = _cut_share(seq_lens_ptr, kv_heads, window, living, parts, each, WINDOW, TILE)
+        begin, end, seq, before = _cut_share(seq_lens_ptr, program, kv_heads, window, living, parts, each, WINDOW, TILE)
     else:
-        begin, end, seq, before = _equal_share(seq_lens_ptr, num_seqs, kv_heads, window, total, WINDOW, TILE, LEAST)
-    return begin, end, seq, before
+        begin, end, seq, before = _equal_share(
+            seq_lens_ptr, program, programs, num_seqs, kv_heads, window, total, WINDOW, TILE
+        )
+    end = gl.where(place % gl.num_programs(0) < programs, end, begin)
+    return program, begin, end, seq, before
 
 
 @gluon.jit
-def _cuts(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW: gl.constexpr, TILE: gl.constexpr, LEAST: gl.constexpr):
-    """All tiles of one head, `decode_shares.cuts`, and how many sequences have any."""
+def _survey(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW: gl.constexpr, TILE: gl.constexpr, LEAST: gl.constexpr):
+    """`decode_shares.survey`."""
     L: gl.constexpr = gl.BlockedLayout([SCAN // 32], [32], [1], [0])
     n = gl.arange(0, SCAN, layout=L)
     total = gl.to_tensor(0)
@@ -67,13 +72,13 @@ def _cuts(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW: gl.constexpr, TILE: 
     each = (heads + programs - 1) // programs
     alike = (living > 0) & (last == living) & ((longest - shortest) * 16 <= longest)
     alike = alike & (heads * parts * 8 >= programs * each * 5)
-    return total, gl.where(alike, parts, 0), gl.where(alike, each, 1), living
+    programs = gl.where(alike, (heads * parts + each - 1) // each, programs)
+    return total, living, gl.where(alike, parts, 0), gl.where(alike, each, 1), programs
 
 
 @gluon.jit
-def _cut_share(seq_lens_ptr, kv_heads, window, living, parts, each, WINDOW: gl.constexpr, TILE: gl.constexpr):
+def _cut_share(seq_lens_ptr, program, kv_heads, window, living, parts, each, WINDOW: gl.constexpr, TILE: gl.constexpr):
     heads = living * kv_heads
-    program = gl.program_id(0)
     head = gl.minimum(program * each // parts, heads)
     next_head = gl.minimum((program + 1) * each // parts, heads)
     seq = gl.minimum(head // kv_heads, living - 1)
@@ -92,16 +97,14 @@ def _cut_share(seq_lens_ptr, kv_heads, window, living, parts, each, WINDOW: gl.c
 
 @gluon.jit
 def _equal_share(
-    seq_lens_ptr, num_seqs, kv_heads, window, total, WINDOW: gl.constexpr, TILE: gl.constexpr, LEAST: gl.constexpr
+    seq_lens_ptr, program, programs, num_seqs, kv_heads, window, total, WINDOW: gl.constexpr, TILE: gl.constexpr
 ):
     L: gl.constexpr = gl.BlockedLayout([SCAN // 32], [32], [1], [0])
     n = gl.arange(0, SCAN, layout=L)
     units = total * kv_heads
-    program = gl.program_id(0)
-    programs = gl.maximum(gl.minimum(gl.num_programs(0), (units + (LEAST - 1)) // LEAST), 1)
     least = units // programs
-    begin = gl.minimum(program * least + gl.minimum(program, units % programs), units)
-    end = gl.minimum(begin + least + (program < units % programs).to(gl.int32), units)
+    begin = program * least + gl.minimum(program, units % programs)
+    end = begin + least + (program < units % programs).to(gl.int32)
     seq = gl.to_tensor(0)
     before = gl.to_tensor(0)
     base = gl.to_tensor(0)

@@ -154,24 +154,11 @@ def test_sequences_of_about_one_length_are_cut_alike(seq_lens: tuple[int, ...], 
     check(run_decode(case, config), definition(case), shape)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_more_sequences_than_are_looked_at_in_one_step(whole: bool) -> None:
+def test_more_sequences_than_are_looked_at_in_one_step() -> None:
     """Programs find their place among all sequences 256 at a time."""
     shape = Shape(q_lens=(1,) * 300, seq_lens=tuple(i % 37 for i in range(300)), kv_heads=1, head_dim=16)
     case = make_case(shape)
-    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=7, whole=whole)
-    check(run_decode(case, config), definition(case), shape)
-
-
-@pytest.mark.parametrize(
-    "seq_lens", [(60, 0, 33, 70, 1), (20, 0, 16, 1, 500)], ids=["alike", "one ten times as long as the others"]
-)
-@pytest.mark.parametrize("options", [{}, {"sinks": True, "window": 40}, {"row_sinks": True}], ids=str)
-def test_one_program_for_each_head_unless_a_sequence_stands_out(seq_lens: tuple[int, ...], options: dict) -> None:
-    """Which of the two a launch does is known on the device only, to the kernel and to what joins its results."""
-    shape = Shape(q_lens=(1,) * 5, seq_lens=seq_lens, group=2, head_dim=16, **options)
-    case = make_case(shape)
-    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=3, least=1, whole=True)
+    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=7)
     check(run_decode(case, config), definition(case), shape)
 
 

@@ -14,15 +14,13 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 from attention_checks import check, definition_of_mixed, run_decode
 
 from hf_paged.kernels import decode_int4, decode_registers
-from hf_paged.kernels.decode_config import DecodeConfig, choose_config
+from hf_paged.kernels.decode_config import choose_config
 from hf_paged.kernels.layout import UINT4, AttentionMetadata, GroupPages, LayerKV, Pages, PlainPages, ScaledPages
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.reference import dequantize, dequantize_groups
 from hf_paged.kernels.reshape_and_cache import write_kv
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.cuda.is_available()
-CAPABILITY = torch.cuda.get_device_capability() if CUDA else (0, 0)
 
 
 @pytest.mark.parametrize("programs", [1, 7, 300])
@@ -110,15 +108,15 @@ def test_the_int4_register_kernel_equals_the_definition(
     check(run_decode(case, replace(default, programs=programs, least=1)), definition(case), shape)
 
 
-@pytest.mark.parametrize("longest", [90, 3000], ids=["alike", "one stands out"])
-def test_many_heads_on_the_gpu_are_whole_or_shared(longest: int) -> None:
-    """The launch of a large batch on 16-bit pages; one long sequence must not be one program's."""
-    seq_lens = (longest, *(i % 91 for i in range(255)))
+@pytest.mark.parametrize("lengths", ["of one length", "ragged"])
+@pytest.mark.parametrize("format", [torch.bfloat16, torch.int8, UINT4])
+def test_many_heads_on_the_gpu(format: torch.dtype, lengths: str) -> None:
+    """More heads than programs: some take two, the others nothing, or all an equal share."""
+    seq_lens = (90,) * 250 + (0,) * 6 if lengths == "of one length" else (3000, *(i % 91 for i in range(255)))
     shape = Shape(q_lens=(1,) * 256, seq_lens=seq_lens, kv_heads=8, group=2, head_dim=128, block_size=32)
-    shape = replace(shape, k_format=torch.bfloat16, dtype=torch.bfloat16)
+    shape = replace(shape, k_format=format, dtype=torch.bfloat16)
     case = to_device(make_case(shape), "cuda")
-    config = DecodeConfig(tile=32, num_warps=2, programs=792, whole=True, overlap=CAPABILITY >= (9, 0))
-    check(run_decode(case, config), definition(case), shape)
+    check(run_decode(case), definition(case), shape)
 
 
 @pytest.mark.parametrize(
