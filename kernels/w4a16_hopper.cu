@@ -207,28 +207,45 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void write_part(const Problem& p, int* counter, const float (&acc)[SUB][BM / 2]) {
+__device__ __forceinline__ void write_part(const Problem& p, const float (&acc)[SUB][BM / 2]) {
 #pragma unroll
   for (int i = 0; i < PIECES; i++) __stcg(part_of(p, blockIdx.x) + i * 128, piece_of(acc, i));
   __threadfence();
   warpgroup_sync();
-  if (threadIdx.x % 128 == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// Where every tile has as many programs, all done at the same time, each adds a share of the pieces. They write before
-// they wait, so they need no order, only a place each.
-__device__ __forceinline__ void share_tile(const Problem& p, int tile, const float (&acc)[SUB][BM / 2]) {
-  const int warpgroup = threadIdx.x / 128, count = p.steps * gridDim.x / p.units, first = tile * count;
-  int* counter = p.counters + first * WARPGROUPS + warpgroup;
-  write_part(p, counter, acc);
-  if (threadIdx.x % 128 == 0) {
-    wait_for(counter, count);
-    if (atomicAdd(counter, 1) == 2 * count - 1) *counter = 0;  // the last one to go
+// Programs of a shared tile in its counter: how many have written (bits 0 to 7), are done (8 to 15), which have left.
+constexpr u32 DONE = 1 << 8, LEFT = 1 << 16;
+constexpr long long PATIENCE = 200000;  // clocks, 0.1 ms
+
+// The shares that this program shall add, a bit each; none when it has left its own to the last one that writes. Who
+// waits keeps its place: programs of many streams, each waiting for others of its launch, kept all places for ever.
+__device__ __forceinline__ u32 claim_shares(u32* counter, int count, int mine) {
+  u32 state, shares = 1u << mine;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(state) : "l"(counter) : "memory");
+  if ((state & 255) == count - 1) {
+    shares |= state >> 16;
+  } else {
+    const long long begin = clock64();
+    do asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(state) : "l"(counter) : "memory");
+    while ((state & 255) < count && clock64() - begin < PATIENCE);
+    if ((state & 255) < count) {
+      asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(state) : "l"(counter), "r"(LEFT << mine)
+                   : "memory");
+      if ((state & 255) < count) return 0;
+    }
   }
-  warpgroup_sync();
+  const int done = __popc(shares);
+  if ((atomicAdd(counter, done * DONE) >> 8 & 255) + done == count) *counter = 0;  // nobody looks any more
+  return shares;
+}
+
+// Every `count`th piece of a tile, summed over the programs from `first` on.
+__device__ __forceinline__ void add_share(const Problem& p, int tile, int first, int count, int share) {
+  const int warpgroup = threadIdx.x / 128;
   constexpr int TOGETHER = PIECES < 4 ? PIECES : 4;  // pieces, for enough loads under way
   const int shift = warpgroup * PIECES % count;      // evens out what the warpgroups do
-  for (int i = (blockIdx.x - first + shift) % count; i < PIECES; i += TOGETHER * count) {
+  for (int i = (share + shift) % count; i < PIECES; i += TOGETHER * count) {
     float4 sum[TOGETHER];
 #pragma unroll
     for (int q = 0; q < TOGETHER; q++) sum[q] = make_float4(0, 0, 0, 0);
@@ -241,6 +258,17 @@ __device__ __forceinline__ void share_tile(const Problem& p, int tile, const flo
     for (int q = 0; q < TOGETHER; q++)
       if (i + q * count < PIECES) store_piece(p, tile, i + q * count, sum[q]);
   }
+}
+
+// Where every tile has as many programs, all done at the same time, each adds a share of the pieces.
+__device__ __forceinline__ void share_tile(const Problem& p, int tile, const float (&acc)[SUB][BM / 2]) {
+  __shared__ u32 claimed[WARPGROUPS];
+  const int warpgroup = threadIdx.x / 128, count = p.steps * gridDim.x / p.units, first = tile * count;
+  write_part(p, acc);
+  if (threadIdx.x % 128 == 0)
+    claimed[warpgroup] = claim_shares((u32*)p.counters + first * WARPGROUPS + warpgroup, count, blockIdx.x - first);
+  warpgroup_sync();
+  for (u32 shares = claimed[warpgroup]; shares; shares &= shares - 1) add_share(p, tile, first, count, __ffs(shares) - 1);
 }
 
 // Two programs of a tile are a cluster: each writes half of its part into the other's ring once both are done with it.
@@ -271,7 +299,9 @@ __device__ __forceinline__ void share_with_neighbour(const Problem& p, int tile,
 // Else the program that begins a tile adds what the ones after it, whose first work that was, have long written.
 __device__ __forceinline__ void collect_tile(const Problem& p, int tile, int k_begin, float (&acc)[SUB][BM / 2]) {
   if (k_begin > 0) {
-    write_part(p, p.counters + blockIdx.x * WARPGROUPS + threadIdx.x / 128, acc);
+    write_part(p, acc);
+    int* counter = p.counters + blockIdx.x * WARPGROUPS + threadIdx.x / 128;
+    if (threadIdx.x % 128 == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
     return;
   }
   const int last = program_of(tile * p.steps + p.steps - 1, p.units);
