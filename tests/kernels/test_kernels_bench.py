@@ -26,7 +26,7 @@ def test_an_unknown_name_is_refused_with_what_is_allowed(name: str, value: str) 
 def test_without_a_gpu_the_command_ends_in_one_line() -> None:
     result = CliRunner().invoke(app, ["bench", "kernels", *CASE])
     assert result.exit_code == 1
-    assert "is not here" in result.output
+    assert "measures a CUDA GPU" in result.output
 
 
 @pytest.mark.gpu
