@@ -215,7 +215,7 @@ __device__ __forceinline__ void write_part(const Problem& p, const float (&acc)[
 }
 
 // Programs of a shared tile in its counter: how many have written (bits 0 to 7), are done (8 to 15), which have left.
-constexpr u32 DONE = 1 << 8, LEFT = 1 << 16;
+constexpr u32 ONE_DONE = 1 << 8, ONE_LEFT = 1 << 16;
 constexpr long long PATIENCE = 200000;  // clocks, 0.1 ms
 
 // The shares that this program shall add, a bit each; none when it has left its own to the last one that writes. Who
@@ -230,13 +230,13 @@ __device__ __forceinline__ u32 claim_shares(u32* counter, int count, int mine) {
     do asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(state) : "l"(counter) : "memory");
     while ((state & 255) < count && clock64() - begin < PATIENCE);
     if ((state & 255) < count) {
-      asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(state) : "l"(counter), "r"(LEFT << mine)
+      asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(state) : "l"(counter), "r"(ONE_LEFT << mine)
                    : "memory");
       if ((state & 255) < count) return 0;
     }
   }
   const int done = __popc(shares);
-  if ((atomicAdd(counter, done * DONE) >> 8 & 255) + done == count) *counter = 0;  // nobody looks any more
+  if ((atomicAdd(counter, done * ONE_DONE) >> 8 & 255) + done == count) *counter = 0;  // nobody looks any more
   return shares;
 }
 
