@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 NORM_ROWS = 16  # rows to a task
+COLUMNS = 16  # of a product to a task: the lanes of a vector
 _FAST = {"reassoc", "contract", "nsz", "arcp"}  # not "nnan": a row that could not be stored is NaN, and stays it
 
 
@@ -287,3 +289,83 @@ def decode_attention(address):
         for g in range(group):
             for d in range(v_dim):
                 out[g, d] = _narrow(total[g, d])
+
+
+def _accumulate(rows: int) -> Any:
+    """The product of a few rows, as vectors in registers: what Numba's loops do not become."""
+
+    @intrinsic
+    def accumulate(typing_context: Any, x_at: Any, w_at: Any, out_at: Any, pairs: Any) -> Any:
+        """`x` `[K, rows]` fp32 times `w` `[K / 2, 16, 2]` bf16, to `out` `[rows, 16]` fp32."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> None:
+            x_at, w_at, out_at, pairs = args
+            long, word = ir.IntType(64), ir.IntType(32)
+            words, floats = ir.VectorType(word, COLUMNS), ir.VectorType(ir.FloatType(), COLUMNS)
+
+            def at(address: Any, offset: Any, kind: Any) -> Any:
+                return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
+
+            def every(value: Any) -> Any:
+                vector = builder.insert_element(ir.Constant(floats, ir.Undefined), value, ir.Constant(word, 0))
+                return builder.shuffle_vector(vector, vector, ir.Constant(words, [0] * COLUMNS))
+
+            sums = [cgutils.alloca_once_value(builder, ir.Constant(floats, [0.0] * COLUMNS)) for _ in range(rows)]
+            with cgutils.for_range(builder, pairs) as loop:
+                both = builder.load(at(w_at, builder.mul(loop.index, long(4 * COLUMNS)), words), align=4)
+                low = builder.bitcast(builder.shl(both, ir.Constant(words, [16] * COLUMNS)), floats)
+                high = builder.bitcast(builder.and_(both, ir.Constant(words, [0xFFFF0000] * COLUMNS)), floats)
+                first = builder.mul(loop.index, long(2 * 4 * rows))
+                for half, weights in enumerate((low, high)):
+                    for row, total in enumerate(sums):
+                        place = builder.add(first, long(4 * (half * rows + row)))
+                        x = every(builder.load(at(x_at, place, ir.FloatType()), align=4))
+                        product = builder.fmul(x, weights, flags=("contract",))
+                        builder.store(builder.fadd(product, builder.load(total), flags=("contract",)), total)
+            for row, total in enumerate(sums):
+                builder.store(builder.load(total), at(out_at, long(4 * COLUMNS * row), floats), align=4)
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+    return accumulate
+
+
+_one_row, _four_rows, _eight_rows, _sixteen_rows = map(_accumulate, (1, 4, 8, 16))  # a register for each
+
+
+@_kernel
+def linear(address):
+    """A task is some pieces of 16 columns, whose weights stay in the cache for all rows; `at_once` are in registers."""
+    words = _int64s(address, 11)
+    x_at, x_stride, w_at, bias_at, out_at = words[1], words[2], words[3], words[4], words[5]
+    num_rows, n, k, at_once, pieces = words[6], words[7], words[8], words[9], words[10]
+    groups = (num_rows + at_once - 1) // at_once
+    x, total = np.zeros((groups, k, at_once), np.float32), np.empty((at_once, COLUMNS), np.float32)
+    for row in range(num_rows):
+        values = _bfloat16s(x_at + 2 * row * x_stride, k)
+        for d in range(k):
+            x[row // at_once, d, row % at_once] = _wide(values[d])
+    while True:
+        start = _next_task(address) * pieces * COLUMNS
+        if start >= n:
+            break
+        for first in range(start, min(start + pieces * COLUMNS, n), COLUMNS):
+            width = min(COLUMNS, n - first)
+            for group in range(groups):
+                x_group, w, sums = x.ctypes.data + 4 * group * k * at_once, w_at + 2 * first * k, total.ctypes.data
+                if at_once == 16:
+                    _sixteen_rows(x_group, w, sums, k // 2)
+                elif at_once == 8:
+                    _eight_rows(x_group, w, sums, k // 2)
+                elif at_once == 4:
+                    _four_rows(x_group, w, sums, k // 2)
+                else:
+                    _one_row(x_group, w, sums, k // 2)
+                for row in range(group * at_once, min((group + 1) * at_once, num_rows)):
+                    out = _bfloat16s(out_at + 2 * (row * n + first), width)
+                    if bias_at != 0:
+                        bias = _bfloat16s(bias_at + 2 * first, width)
+                        for d in range(width):
+                            total[row - group * at_once, d] += _wide(bias[d])
+                    for d in range(width):
+                        out[d] = _narrow(total[row - group * at_once, d])

@@ -33,9 +33,14 @@ def _openmp() -> Any:
     return library
 
 
-def has_kernels(x: Tensor) -> bool:
-    """Whether there are CPU kernels for the dtype of `x`, of no elements too."""
-    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and _available()
+def has_kernels(dtype: torch.dtype) -> bool:
+    """Whether there are CPU kernels for values of `dtype`."""
+    return dtype == torch.bfloat16 and _available()
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether `x` is one for the CPU kernels."""
+    return x.device.type == "cpu" and has_kernels(x.dtype)
 
 
 def launch(kernel: Any, tasks: int, *arguments: int) -> None:

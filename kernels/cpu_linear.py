@@ -1,9 +1,10 @@
 """bf16 linears on a CPU, where torch's own leaves something to gain. `torch.nn.functional.linear` defines the result.
 
-Few rows wait for the weight: oneDNN reads one that lies in the order of its kernel 1.2 to 1.6 times as fast (1 to 16
-rows), at the price of a copy. Many rows wait for arithmetic: where bf16 instructions have no matrix unit behind them, a
-product in fp32 takes 0.6 to 0.7 of the time, the weight widened piece by piece on the way. Both sum in fp32 and round
-once, as torch's own does, in another order. Neither gains anything in fp16, and fp32 is left alone: there two paths
+Few rows wait for the weight: one that lies in the order of a kernel is read 1.2 to 1.6 times as fast (1 to 16 rows), at
+the price of a copy. The kernel is ours (`cpu_few_rows.py`) or, without Numba, oneDNN's, which is as fast for one row
+and takes 1.4 times as long for 16. Many rows wait for arithmetic: where bf16 instructions have no matrix unit behind
+them, a product in fp32 takes 0.6 to 0.7 of the time, the weight widened piece by piece on the way. All sum in fp32 and
+round once, as torch's own does, in another order. None gains anything in fp16, and fp32 is left alone: there two paths
 must give the same tokens.
 
 `torch.ops.mkldnn` is what torch's inductor calls for frozen weights; nothing public reads a reordered weight as fast
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hf_paged.kernels.cpu_launch import has_kernels
 
 MANY_ROWS = 96  # from here on a widened product is faster than a reordered one, where it is at all
 _PIECE = 1 << 21  # elements of the weight that are held in fp32 at once: 8 MB
@@ -73,10 +76,20 @@ def can_reorder(weight: Tensor) -> bool:
         and weight.dim() == 2
         and weight.is_contiguous()
         and weight.shape[1] % 4 == weight.storage_offset() % 4 == 0  # whole words for the sums
-        and any(_instructions().get(name) for name in ("avx512_bf16", "amx_bf16"))
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and (_own_kernel() or _onednn_kernel())
     )
+
+
+def _own_kernel() -> bool:
+    """Whether `cpu_few_rows` is there, and the fastest: AMX takes no longer than reading the weight."""
+    found = _instructions()
+    return has_kernels(torch.bfloat16) and bool(found.get("avx512_f")) and not found.get("amx_bf16")
+
+
+def _onednn_kernel() -> bool:
+    found = _instructions()
+    fast = bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    return fast and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 class ReorderedWeight:
@@ -88,11 +101,17 @@ class ReorderedWeight:
     def __init__(self, weight: Tensor) -> None:
         assert can_reorder(weight), (weight.shape, weight.dtype, weight.device)
         self._weight = weight.detach()
+        self._own = _own_kernel()
         self._reorder()
 
     def _reorder(self) -> None:
         self._sums = self._all_sums()
-        self._copy = torch.ops.mkldnn._reorder_linear_weight(self._weight, None)
+        if self._own:
+            from hf_paged.kernels.cpu_few_rows import in_columns  # Numba is not there for everybody
+
+            self._copy = in_columns(self._weight)
+        else:
+            self._copy = torch.ops.mkldnn._reorder_linear_weight(self._weight, None)
 
     def _all_sums(self) -> Tensor:
         """int64, of the weight's bits in words of 64, each sum over one lane of a stretch; read at the speed of memory.
@@ -111,5 +130,9 @@ class ReorderedWeight:
         return stale
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self._own:
+            from hf_paged.kernels.cpu_few_rows import few_rows_linear
+
+            return few_rows_linear(x, self._copy, len(self._weight), bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._copy, bias, "none", [], "")
         return out

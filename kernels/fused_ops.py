@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels import cpu_linear, reference_fused
-from hf_paged.kernels.cpu_launch import has_kernels
+from hf_paged.kernels.cpu_launch import on_cpu
 from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.kernels.layout import LayerKV
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
@@ -42,7 +42,7 @@ def linear(
 
 def rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
     """`x` `[..., N]` normalised over its last dimension."""
-    if has_kernels(x):
+    if on_cpu(x):
         from hf_paged.kernels import cpu_fused  # Numba is not there for everybody, and slow to import
 
         if cpu_fused.takes_norm(x, norm):
@@ -60,7 +60,7 @@ def add_rms_norm(
     """(s, norm(s)) with s = residual + post(delta); all `[..., N]`."""
     if norm is None and post is None:
         return residual + delta, None
-    if norm is not None and post is None and has_kernels(delta):
+    if norm is not None and post is None and on_cpu(delta):
         from hf_paged.kernels import cpu_fused
 
         if cpu_fused.takes_norm(delta, norm):
@@ -74,7 +74,7 @@ def add_rms_norm(
 
 def gated_activation(gate: Tensor, up: Tensor, kind: str, order: Tensor | None = None) -> Tensor:
     """act(gate) * up, both `[..., N]`, rows of any stride; with `order` `[N]` its channel i is channel order[i]."""
-    if has_kernels(gate):
+    if on_cpu(gate):
         from hf_paged.kernels import cpu_fused
 
         if cpu_fused.takes_gate(gate, up, kind, order):
@@ -104,7 +104,7 @@ def rope_write(
 
     `derived` is that of the step's `AttentionMetadata`.
     """
-    if has_kernels(query):
+    if on_cpu(query):
         from hf_paged.kernels import cpu_fused
 
         if cpu_fused.takes_rope(query, key, value, layer, rope, q_norm):

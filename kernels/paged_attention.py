@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hf_paged.kernels import reference
-from hf_paged.kernels.cpu_launch import has_kernels
+from hf_paged.kernels.cpu_launch import on_cpu
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 
 
@@ -27,7 +27,7 @@ def paged_attention(
     """
     if not query.is_cuda:
         decoded = None
-        if meta.num_decodes and softcap is None and sinks is None and has_kernels(query):
+        if meta.num_decodes and softcap is None and sinks is None and on_cpu(query):
             from hf_paged.kernels import cpu_attention  # Numba is not there for everybody, and slow to import
 
             if cpu_attention.takes(query, layer):

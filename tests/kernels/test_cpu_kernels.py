@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_cases import Shape, make_case, with_null_block
 from torch import Tensor
 
@@ -19,7 +20,10 @@ from hf_paged.kernels.reference_fused import RMSNorm, Rope
 BF16 = torch.bfloat16
 STEP = 2.0**-7  # from one bf16 to the next, at most, of its value: a rounding is half of it
 
-pytestmark = pytest.mark.skipif(not has_kernels(torch.empty(0, dtype=BF16)), reason="needs Numba and libgomp")
+if has_kernels(BF16):
+    from hf_paged.kernels.cpu_few_rows import few_rows_linear, in_columns
+
+pytestmark = pytest.mark.skipif(not has_kernels(BF16), reason="needs Numba and libgomp")
 
 
 @pytest.fixture(params=[1, 2], autouse=True)
@@ -107,6 +111,20 @@ def test_decoding_from_pages_is_attention_of_the_definition(shape: dict, window:
     # fp32 sums in another order: 130 terms of 2^-24 at worst, of the largest value
     slack = 130 * 2.0**-24 * expected.abs().max()
     assert ((result.float() - expected).abs() <= STEP / 2 * expected.abs() + slack).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 37])
+@pytest.mark.parametrize("out_features", [16, 100, 700])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_of_few_rows_is_rounded_once(rows: int, out_features: int, biased: bool) -> None:
+    """Rows and columns that fill no vector, more tasks than threads and fewer."""
+    x, weight = randn(1, rows, 72), randn(out_features, 72, seed=1)
+    bias = randn(out_features, seed=2) if biased else None
+    result = few_rows_linear(x, in_columns(weight), out_features, bias)
+    assert result.shape == (1, rows, out_features)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    magnitude = F.linear(x.double().abs(), weight.double().abs()) + 4
+    assert ((result.double() - exact).abs() <= STEP / 2 * exact.abs() + 73 * 2.0**-24 * magnitude).all()
 
 
 def test_decodes_beside_prompts_give_the_bits_of_decodes_alone() -> None:
