@@ -55,7 +55,6 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #if HALF
 #define T2 "f16x2"
@@ -115,42 +114,8 @@ __device__ __forceinline__ int program_of(int unit, int units) {
   return (int)(((long long)(unit + 1) * gridDim.x - 1) / units);
 }
 
-// Packed words, scales and zeros of a unit, by one thread. Depends on no kernel before this one. `more`: bytes of
-// activations that bulk copies bring to this stage.
-__device__ __forceinline__ void produce_weights(const Problem& p, char* smem, int stage, int unit, u32 full, int more) {
-  const int tile = unit / p.steps, step = unit - tile * p.steps, row_tile = tile / p.tiles_m * TILES;
-  const int rows = min(ROWS, p.N - row_tile * 64), tiles = (rows + 63) / 64;
-  barrier_expect(full, more + tiles * 4096 + GROUPS * rows * (SCALE_BYTES + HAS_ZEROS));
-  const u32 w_to = shared_address(smem + W_AT + stage * W_BYTES);
-  for (int i = 0; i < tiles; i++)
-    copy_bulk(w_to + i * 4096, p.packed + ((long long)(row_tile + i) * p.steps + step) * 4096, 4096, full);
-#pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
-    const int group = min((step * 128 + g * (128 / GROUPS)) / p.group, p.groups - 1);
-    const long long at = (long long)group * p.N + row_tile * 64;
-    copy_bulk(shared_address(smem + S_AT + stage * S_BYTES + g * ROWS * SCALE_BYTES), p.scales + at * SCALE_BYTES,
-              rows * SCALE_BYTES, full);
-    if (HAS_ZEROS) copy_bulk(shared_address(smem + Z_AT + stage * Z_BYTES + g * ROWS), p.zeros + at, rows, full);
-  }
-}
-
-// Slice j of the words of a row pair -> its 32 channels as two left operands, centred.
-__device__ __forceinline__ void unpack(u32 (&a)[8], const uint4& top, const uint4& bottom, int j, u32 zero_top,
-                                       u32 zero_bottom) {
-  const u32 words[8] = {top.x, bottom.x, top.y, bottom.y, top.z, bottom.z, top.w, bottom.w};
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    u32 field = words[i] >> (4 * j);
-    asm("lop3.b32 %0, %0, %1, %2, 0xEA;" : "+r"(field) : "n"(0x000F000F), "r"(MAGIC));
-    a[i] = sub2(field, i % 2 ? zero_bottom : zero_top);
-  }
-}
-
 __device__ __forceinline__ u32 zero_of(const char* smem, int stage, int g, int row) {
   return (HAS_ZEROS ? ((const u8*)smem + Z_AT + stage * Z_BYTES + g * ROWS)[row] : MIDDLE) * 0x00010001u;
-}
-__device__ __forceinline__ u32 zero_pair(const char* smem, int stage, int g, int row) {
-  return zero_of(smem, stage, g, row) | MAGIC;
 }
 
 __device__ __forceinline__ float bias_of(const u16* bias, int n, int N) {

@@ -42,8 +42,8 @@ __device__ __forceinline__ Row row_of(float scale, u32 zero) {
 }
 
 // Slice j of the words of a row pair -> its 32 channels as two left operands.
-__device__ __forceinline__ void unpack_scaled(u32 (&a)[8], const uint4& top_words, const uint4& bottom_words, int j,
-                                              const Row& top, const Row& bottom) {
+__device__ __forceinline__ void unpack(u32 (&a)[8], const uint4& top_words, const uint4& bottom_words, int j,
+                                       const Row& top, const Row& bottom) {
   const u32 words[8] = {top_words.x, bottom_words.x, top_words.y, bottom_words.y,
                         top_words.z, bottom_words.z, top_words.w, bottom_words.w};
 #pragma unroll
@@ -186,7 +186,7 @@ __device__ __forceinline__ void multiply(const Problem& p, char* smem, u32 full,
           for (int s = 0; s < SUB; s++) {
             const int j = c * (BURST / 2) + i;
             if (s == 0 && GROUPS > 1 && j % SLICES == 0) load_scales(j / SLICES);
-            unpack_scaled(w[s][i], top[s], bottom[s], j, row_top[s], row_bottom[s]);
+            unpack(w[s][i], top[s], bottom[s], j, row_top[s], row_bottom[s]);
           }
         if (c == 8 / BURST - 1) {
           if (++stage == STAGES) {
