@@ -127,6 +127,8 @@ def bench_shape(n: int, k: int, args: argparse.Namespace, bandwidth: float, rate
         if args.path == "auto" and m <= MAX_HOPPER_ROWS and fits_hopper(x, first):
             tiles = choose_hopper_tiles(m, n, k, multiprocessors(0))
             row["launch"] = f"{tiles.block_m} x {tiles.rows}, {tiles.programs}"
+            if tiles.cluster > 1:
+                row["launch"] += f" by {tiles.cluster}"
         row["percent"] = 100 * row["roof_us"] / row["ours_us"]
         row["gb_s"] = weight_bytes(first) / row["ours_us"] / 1e3
         if args.sweep:
