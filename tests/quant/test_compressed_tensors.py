@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from model_zoo import tiny_model
 from quant_files import EXACT, Cell, config_of, load, logit_error, pack_linear, quantize, save_files, write_model
 from safetensors.torch import load_file, save_file
@@ -251,3 +252,38 @@ def test_a_label_under_its_old_name_is_read(tmp_path: Path) -> None:
         loaded = load(tmp_path)
         assert isinstance(loaded.hf_quantizer, CheckpointLoader)
         assert logit_error(loaded, truth) < EXACT
+
+
+@pytest.mark.parametrize("cell", [INT8, Cell(kind="compressed"), Cell(act_order=True)], ids=str)
+def test_a_vision_tower_of_the_same_names_stays_plain(cell: Cell, tmp_path: Path) -> None:
+    """Its `q_proj.weight` is no int8 one: taken for it, it was lost, and the tower started at random with a warning."""
+    text = {"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    config = transformers.AutoConfig.for_model("llava", text_config=text, vision_config=vision)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in state if "language_model" in name and "proj" in name]:
+        integers = quantize(state.pop(name), cell)
+        tensors = pack_linear(cell, integers)
+        state |= {f"{name.removesuffix('.weight')}.{suffix}": tensor for suffix, tensor in tensors.items()}
+    save_files(tmp_path, state, config.to_dict(), config_of(cell))
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    packed = [name for name, module in loaded.named_modules() if isinstance(module, PackedLinear)]
+    assert len(packed) == 14 and all("language_model" in name for name in packed)
+    tower = dict(model.model.vision_tower.named_parameters())
+    for name, value in loaded.model.vision_tower.named_parameters():
+        assert torch.equal(value, tower[name]), name
+    assert _saves_back(tmp_path, loaded)
+
+
+def test_experts_of_some_layers_only_leave_the_others_plain(tmp_path: Path) -> None:
+    """`ignore: re:.*layers.1.*`: a file's plain experts are fused by Transformers, whatever other layers are called."""
+    names = [f"model.layers.1.block_sparse_moe.experts.{e}.{p}" for e in range(4) for p in ("w1", "w2", "w3")]
+    for cell in (INT8, Cell(kind="compressed")):
+        truth = write_model(tiny_model("mixtral"), tmp_path, cell, cells=dict.fromkeys(names))
+        loaded = load(tmp_path)
+        assert logit_error(loaded, truth) < EXACT
+        assert _saves_back(tmp_path, loaded)
