@@ -126,7 +126,10 @@ def test_groups_make_up_for_each_other() -> None:
 def test_a_search_in_parts_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     _, w, hessian = layer()
     whole = awq_round(w, hessian.matrix, FOUR)
+    together = awq_scales([w], hessian, FOUR)
     monkeypatch.setattr(awq, "_ELEMENTS", 3 * 32 * 48)
+    monkeypatch.setattr(awq, "_BATCH", 3 * 48)
+    assert torch.equal(awq_scales([w], hessian, FOUR), together)
     parts = awq_round(w, hessian.matrix, FOUR)
     assert torch.equal(whole.codes, parts.codes) and torch.equal(whole.scales, parts.scales)
 
