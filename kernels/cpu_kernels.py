@@ -17,7 +17,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 NORM_ROWS = 16  # rows to a task
 COLUMNS = 16  # of a product to a task: the lanes of a vector
@@ -38,7 +38,9 @@ def _inline(body: Callable[..., Any]) -> Any:
     return njit(inline="always", fastmath=_FAST, error_model="numpy")(body)
 
 
-def _pointer_to(element: Any) -> Any:
+def _arrays_of(element: Any) -> Any:
+    """Makes an array of a shape out of an address."""
+
     @intrinsic
     def pointer(typing_context: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -46,10 +48,11 @@ def _pointer_to(element: Any) -> Any:
 
         return types.CPointer(element)(address), generate
 
-    return pointer
+    return _inline(lambda address, shape: carray(pointer(address), shape))
 
 
-_int64, _int32, _uint16, _float32 = map(_pointer_to, (types.int64, types.int32, types.uint16, types.float32))
+_int64s, _int32s, _int8s, _float32s = map(_arrays_of, (types.int64, types.int32, types.int8, types.float32))
+_bfloat16s = _arrays_of(types.uint16)  # read with `_wide`, written with `_narrow`
 
 
 @intrinsic
@@ -64,30 +67,25 @@ def _next_task(typing_context: Any, address: Any) -> Any:
 
 
 @_inline
-def _int64s(address, shape):
-    return carray(_int64(address), shape)
-
-
-@_inline
-def _int32s(address, shape):
-    return carray(_int32(address), shape)
-
-
-@_inline
-def _float32s(address, shape):
-    return carray(_float32(address), shape)
-
-
-@_inline
-def _bfloat16s(address, shape):
-    """Read with `_wide`, written with `_narrow`."""
-    return carray(_uint16(address), shape)
-
-
-@_inline
 def _wide(x):
     """fp32 of the bits of a bf16."""
     return np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+
+
+@_inline
+def _scale(x):
+    """fp32 of the bits of an fp16 that is not negative and, if not finite, NaN."""
+    exact = np.uint32(np.uint32(x) << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
+    return exact if x < 0x7C00 else np.float32(np.nan)
+
+
+def _value(x):
+    """fp32 of a bf16's bits, or of a code."""
+
+
+@overload(_value, inline="always")
+def _value_of(x):
+    return (lambda x: _wide(x)) if x == types.uint16 else (lambda x: np.float32(x))
 
 
 @_inline
@@ -207,13 +205,22 @@ def rope_write(address):
 
 @_inline
 def _dots(q, keys, scores, at):
-    """`scores[:, at + t]` of every key t, `keys` `[count, head_dim]`."""
+    """`scores[:, at + t]` of every key t, `keys` `[count, head_dim]`, bf16 or codes."""
     for t in range(keys.shape[0]):
         for g in range(q.shape[0]):
             dot = np.float32(0)
             for d in range(q.shape[1]):
-                dot += q[g, d] * _wide(keys[t, d])
+                dot += q[g, d] * _value(keys[t, d])
             scores[g, at + t] = dot
+
+
+@_inline
+def _times_scales(scores, at, scales_at, count):
+    scales = _bfloat16s(scales_at, count)  # fp16, in fact: words of as many bits
+    for t in range(count):
+        scale = _scale(scales[t])
+        for g in range(scores.shape[0]):
+            scores[g, at + t] *= scale
 
 
 @_inline
@@ -239,21 +246,25 @@ def _add_values(out, values, probs, at):
         for t in range(0, fours, 4):  # four at once: the sums are loaded and stored less often
             a, b, c, e = probs[g, at + t], probs[g, at + t + 1], probs[g, at + t + 2], probs[g, at + t + 3]
             for d in range(out.shape[1]):
-                first = a * _wide(values[t, d]) + b * _wide(values[t + 1, d])
-                out[g, d] += first + (c * _wide(values[t + 2, d]) + e * _wide(values[t + 3, d]))
+                first = a * _value(values[t, d]) + b * _value(values[t + 1, d])
+                out[g, d] += first + (c * _value(values[t + 2, d]) + e * _value(values[t + 3, d]))
         for t in range(fours, values.shape[0]):
             for d in range(out.shape[1]):
-                out[g, d] += probs[g, at + t] * _wide(values[t, d])
+                out[g, d] += probs[g, at + t] * _value(values[t, d])
 
 
 @_kernel
 def decode_attention(address):
-    """A task is a KV head of a sequence: a key is widened once for the query heads that share it."""
-    words = _int64s(address, 20)
+    """A task is a KV head of a sequence: a key is widened once for the query heads that share it.
+
+    Pages are bf16, or int8 where there are scales.
+    """
+    words = _int64s(address, 24)
     q_at, k_at, v_at, k_block, v_block, out_at = words[1], words[2], words[3], words[4], words[5], words[6]
     tables_at, width, lens_at, scratch_at, longest = words[7], words[8], words[9], words[10], words[11]
     num_seqs, kv_heads, group, head_dim, v_dim = words[12], words[13], words[14], words[15], words[16]
     block_size, window, scale = words[17], words[18], _float(words[19])
+    k_scales, k_scale_block, v_scales, v_scale_block = words[20], words[21], words[22], words[23]
     seq_lens = _int32s(lens_at, num_seqs)
     q, total = np.empty((group, head_dim), np.float32), np.empty((group, v_dim), np.float32)
     while True:
@@ -277,14 +288,20 @@ def decode_attention(address):
                 _softmax(scores, stop - start)
             for j in range(start // block_size, (stop + block_size - 1) // block_size):
                 first, last = max(j * block_size, start), min((j + 1) * block_size, stop)
-                lane = head * block_size + first - j * block_size
+                lane, at, count = head * block_size + first - j * block_size, first - start, last - first
                 block = np.int64(table[j])
-                if values_now:
-                    values = _bfloat16s(v_at + 2 * (block * v_block + lane * v_dim), (last - first, v_dim))
-                    _add_values(total, values, scores, first - start)
+                if values_now and v_scales != 0:
+                    _times_scales(scores, at, v_scales + 2 * (block * v_scale_block + lane), count)
+                    _add_values(total, _int8s(v_at + block * v_block + lane * v_dim, (count, v_dim)), scores, at)
+                elif values_now:
+                    values = _bfloat16s(v_at + 2 * (block * v_block + lane * v_dim), (count, v_dim))
+                    _add_values(total, values, scores, at)
+                elif k_scales != 0:
+                    _dots(q, _int8s(k_at + block * k_block + lane * head_dim, (count, head_dim)), scores, at)
+                    _times_scales(scores, at, k_scales + 2 * (block * k_scale_block + lane), count)
                 else:
-                    keys = _bfloat16s(k_at + 2 * (block * k_block + lane * head_dim), (last - first, head_dim))
-                    _dots(q, keys, scores, first - start)
+                    keys = _bfloat16s(k_at + 2 * (block * k_block + lane * head_dim), (count, head_dim))
+                    _dots(q, keys, scores, at)
         out = _bfloat16s(out_at + 2 * task * group * v_dim, (group, v_dim))
         for g in range(group):
             for d in range(v_dim):

@@ -96,13 +96,18 @@ def test_rotated_rows_are_stored_where_their_slots_say_and_nowhere_else(rope: Ro
         assert (got != wanted).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("formats", [(BF16, BF16), (torch.int8, torch.int8), (torch.int8, BF16), (BF16, torch.int8)])
 @pytest.mark.parametrize("window", [None, 5, 40, 1000])
 @pytest.mark.parametrize("shape", [{}, {"kv_heads": 1, "group": 4}, {"head_dim": 80, "v_head_dim": 32}])
-def test_decoding_from_pages_is_attention_of_the_definition(shape: dict, window: int | None) -> None:
+def test_decoding_from_pages_is_attention_of_the_definition(
+    shape: dict, window: int | None, formats: tuple[torch.dtype, torch.dtype]
+) -> None:
     """Rows of one key, of a full block, of many blocks; what pages hold past a row's end is never read."""
     lens = (1, 16, 17, 33, 130)
     case = make_case(
-        Shape(q_lens=(1,) * 5, seq_lens=lens, block_size=16, window=window, dtype=BF16, k_format=BF16, **shape)
+        Shape(
+            q_lens=(1,) * 5, seq_lens=lens, window=window, dtype=BF16, k_format=formats[0], v_format=formats[1], **shape
+        )
     )
     case = with_null_block(case)
     exact = replace(case, query=case.query.float())
@@ -125,6 +130,17 @@ def test_a_product_of_few_rows_is_rounded_once(rows: int, out_features: int, bia
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     magnitude = F.linear(x.double().abs(), weight.double().abs()) + 4
     assert ((result.double() - exact).abs() <= STEP / 2 * exact.abs() + 73 * 2.0**-24 * magnitude).all()
+
+
+def test_a_row_that_could_not_be_stored_is_nan_and_the_others_are_not() -> None:
+    case = with_null_block(make_case(Shape(q_lens=(1, 1), seq_lens=(20, 33), dtype=BF16, k_format=torch.int8)))
+    key = torch.zeros(1, 2, 64)
+    key[0, 0, 0] = float("inf")
+    reference.write_kv(case.layer, key, torch.zeros(1, 2, 64), case.meta.slot_mapping[:1])
+    result = dispatch.paged_attention(case.query, case.layer, case.meta, **case.options)
+    assert result[0, 0].isnan().all()
+    assert result[0, 1].isfinite().all()
+    assert result[1].isfinite().all()
 
 
 def test_decodes_beside_prompts_give_the_bits_of_decodes_alone() -> None:
