@@ -57,7 +57,6 @@ Workloads = Annotated[
     list[str] | None, typer.Option("--workload", help=f"{_WORKLOADS}; may be repeated; default: ragged128.")
 ]
 PromptTokens = Annotated[str | None, typer.Option(help="Another prompt length, e.g. 64, or range, e.g. 16..256.")]
-NewTokens = Annotated[int, typer.Option(min=1, help="Tokens that every prompt generates.")]
 OutputTokens = Annotated[
     str | None, typer.Option("--new-tokens", help="Another number of new tokens, e.g. 64, or range, e.g. 16..512.")
 ]
@@ -255,25 +254,31 @@ def online(
 def memory(
     workload: WorkloadName = "ragged64",
     prompt_tokens: Annotated[str, typer.Option(help="Prompt length or range.")] = "256..2048",
-    new_tokens: NewTokens = 128,
+    new_tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens that every prompt generates; may be repeated.")
+    ] = None,
 ) -> None:
     """KV slots that a ragged batch holds but does not use.
 
-    For every block size, and for a padded dense cache. Needs no model: the lengths decide.
+    For every block size, and for a padded dense cache, by how many tokens every prompt generates: 128, 512 and 1,024
+    where nothing else is said. Needs no model: the lengths decide.
     """
-    work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
-    results = [paged_waste(work.prompt_lens, new_tokens, block_size) for block_size in BLOCK_SIZES]
-    results.append(dense_waste(work.prompt_lens, new_tokens))
-    table = Table(title=str(work), title_justify="left")
-    for name in ("KV cache", "slots at the peak", "unused", "unused over the run"):
+    counts = new_tokens or [128, 512, 1024]
+    work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": counts[0]})
+    table = Table(title=f"{work.name}: {len(work.prompt_lens)} prompts of {prompt_tokens} tokens", title_justify="left")
+    for name in ("KV cache", "new tokens", "slots at the peak", "unused", "unused over the run"):
         table.add_column(name, justify="left" if name == "KV cache" else "right")
-    for waste in results:
-        table.add_row(waste.cache, f"{waste.peak_slots:,}", f"{waste.peak_share:.2%}", f"{waste.run_share:.2%}")
+    records = []
+    for count in counts:
+        wastes = [paged_waste(work.prompt_lens, count, block_size) for block_size in BLOCK_SIZES]
+        for waste in (*wastes, dense_waste(work.prompt_lens, count)):
+            shares = (f"{waste.peak_slots:,}", f"{waste.peak_share:.2%}", f"{waste.run_share:.2%}")
+            table.add_row(waste.cache, f"{count:,}", *shares)
+            records.append({"new_tokens": count, **waste.as_dict()})
+        table.add_section()
     cli.OUT.print(table)
     cli.OUT.print("A block size of B leaves (B - 1) / 2 slots per request unused on average; the least possible is 0.")
-    print(
-        json.dumps({"workload": work.name, "new_tokens": new_tokens, "caches": [waste.as_dict() for waste in results]})
-    )
+    print(json.dumps({"workload": work.name, "caches": records}))
 
 
 @bench.command()

@@ -1,4 +1,4 @@
-"""Decode attention of bf16 queries on a CPU over bf16 or int8 pages, read where they lie: nothing is gathered or padded.
+"""Decode attention of bf16 queries on a CPU over bf16 or int8 pages, read where they lie, neither gathered nor padded.
 
 Sums are in fp32, as is the softmax. Other formats, softcaps and sinks are left to `reference.py`, which defines the
 result.
