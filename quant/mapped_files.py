@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 _MAPS = Path("/proc/self/maps")  # Linux; elsewhere nothing is given back
 _KEPT_BYTES = 64 << 20  # that may be copied before all pages are given back
-_AHEAD_BYTES = 256 << 20
+_AHEAD_BYTES = 128 << 20
 
 
 class MappedFiles:
@@ -32,11 +32,16 @@ class MappedFiles:
         self._files = {os.path.realpath(file) for file in files}
         self._older = set(self._ranges())
         self._num_bytes = 0
+        self._fetched: dict[int, int] = {}  # first address of a mapping -> up to where it is surely fetched
 
     def will_be_read(self, tensors: Iterable[Tensor]) -> None:
         """Let the system fetch what these CPU tensors hold, and what follows them in their files."""
         for tensor in tensors:
-            self._advise(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes + _AHEAD_BYTES, mmap.MADV_WILLNEED)
+            end = tensor.data_ptr() + tensor.nbytes
+            first = next((first for first, last in self._mapped if first <= tensor.data_ptr() < last), None)
+            if first is not None and end > self._fetched.get(first, 0):  # a system call looks at every page
+                self._fetched[first] = end + _AHEAD_BYTES
+                self._advise(tensor.data_ptr(), end + 2 * _AHEAD_BYTES, mmap.MADV_WILLNEED)
 
     def were_copied(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         """What these CPU tensors hold was copied to `device` and is not needed in the files any more. Only while they
@@ -80,5 +85,6 @@ class MappedFiles:
                 yield begin, end
 
 
+@cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
