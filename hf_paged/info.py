@@ -21,7 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_paged.config import KV_FORMATS, EngineConfig
 from hf_paged.engine import resolve_max_model_len
+from hf_paged.fused_linear import REORDER_SHARE
 from hf_paged.fusion import FusionReport, fuse, not_fused
+from hf_paged.kernels.cpu_linear import reorders
 from hf_paged.kernels.packed_weight import field_bits
 from hf_paged.kv_cache import KVCache, layer_formats
 from hf_paged.kv_calibration import FORMATS, calibrate
@@ -104,7 +106,7 @@ def model_info(
     weight_bytes = checkpoint_bytes(Path(path)) or sum(p.numel() * p.element_size() for p in model.parameters())
     packed = PackedModel(build_view(model))
     specs = packed.specs
-    memory, kv_bytes = kv_memory(weight_bytes)
+    memory, kv_bytes = kv_memory(weight_bytes, linear_bytes=_linear_bytes(model))
     scales = None if kv_scales is None else load_kv_scales(kv_scales, packed)
     if scales is None and (protection or (protection is None and torch.cuda.is_available() and kv_bytes)):
         scales = calibrate(PackedModel(build_view(_loaded(path))), FORMATS, FORMATS)
@@ -152,10 +154,13 @@ def checkpoint_bytes(folder: Path) -> int:
     return total
 
 
-def kv_memory(weight_bytes: int) -> tuple[str, int]:
+def kv_memory(weight_bytes: int, *, linear_bytes: int = 0) -> tuple[str, int]:
     """The memory of this machine in words, and the bytes of it left for KV blocks once the weights are loaded.
 
     The rule is the engine's (`memory.py`) without its profiling forward, so the GPU figure does not know activations.
+
+    Args:
+        linear_bytes: of the weights that a CPU keeps a second time, in the order of its products, if they leave room.
     """
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -163,8 +168,17 @@ def kv_memory(weight_bytes: int) -> tuple[str, int]:
         left = int(total * share) - (total - free) - weight_bytes
         return f"{torch.cuda.get_device_name()}: {share:.0%} of {total / 2**30:.1f} GiB", max(left, 0)
     available = psutil.virtual_memory().available
-    left = int((available - weight_bytes) * CPU_SHARE)
-    return f"CPU: {CPU_SHARE:.0%} of {available / 2**30:.1f} GiB available", max(left, 0)
+    left = available - weight_bytes
+    if linear_bytes <= left * REORDER_SHARE:
+        left -= linear_bytes
+    return f"CPU: {CPU_SHARE:.0%} of {available / 2**30:.1f} GiB available", max(int(left * CPU_SHARE), 0)
+
+
+def _linear_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the linears that `ReorderedWeights` copies on this CPU."""
+    if getattr(model.config, "quantization_config", None) is not None or not reorders(model.dtype):
+        return 0
+    return sum(module.weight.nbytes for module in model.modules() if isinstance(module, torch.nn.Linear))
 
 
 def _fusion(path: str, kv_bytes: int, *, wanted: bool | None) -> FusionReport:

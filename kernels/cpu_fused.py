@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_paged.kernels import cpu_kernels
+from hf_paged.kernels import cpu_kernels, reference_fused
 from hf_paged.kernels.cpu_launch import bits, launch
 from hf_paged.kernels.layout import LayerKV, PlainPages
 from hf_paged.kernels.reference import once
@@ -58,19 +58,36 @@ def gated_activation(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def takes_rope(query: Tensor, key: Tensor, value: Tensor, layer: LayerKV, rope: Rope, norm: RMSNorm | None) -> bool:
+def takes_rope(query: Tensor, key: Tensor, value: Tensor, rope: Rope, norm: RMSNorm | None) -> bool:
     """Whether `rope_write` computes this one."""
-    if norm is not None or rope.interleaved or layer.transform is not None:
-        return False
     rows = all(x.dtype == torch.bfloat16 and x.stride()[1:] == (x.shape[2], 1) for x in (query, key, value))
-    return rows and all(isinstance(p, PlainPages) and p.data.dtype == torch.bfloat16 for p in (layer.k, layer.v))
+    return rows and norm is None and not rope.interleaved
 
 
 def rope_write(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, layer: LayerKV, slot_mapping: Tensor,
     rope: Rope, derived: dict[Any, Any] | None,
 ) -> Tensor:  # fmt: skip
-    """`reference_fused.rope_write` of plain pages without norms."""
+    """`reference_fused.rope_write` without norms; other pages than plain bf16 ones are written by it."""
+    tokens, kv_heads, head_dim = key.shape
+    k, v = layer.k, layer.v
+    plain = isinstance(k, PlainPages) and isinstance(v, PlainPages) and k.data.dtype == v.data.dtype == torch.bfloat16
+    if plain and layer.transform is None:
+        return _rope_write(query, key, value, cos, sin, k.tensor, v.tensor, slot_mapping, rope, derived)
+    rotated = key.new_empty(tokens, kv_heads, 1, head_dim)  # pages of one token
+    each = once(derived, "each token", lambda: torch.arange(tokens))
+    query = _rope_write(query, key, value[..., :0], cos, sin, rotated, rotated, each, rope, derived)
+    rest = Rope(rotary_dim=0)
+    return reference_fused.rope_write(
+        query, rotated[:, :, 0], value, cos, sin, layer, slot_mapping, rope=rest, derived=derived
+    )
+
+
+def _rope_write(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor,
+    rope: Rope, derived: dict[Any, Any] | None,
+) -> Tensor:  # fmt: skip
+    """The rotated query; the rotated key and the value go into pages `[num_blocks, kv_heads, block_size, ...]`."""
     assert slot_mapping.is_contiguous() and slot_mapping.dtype == torch.int64
     tokens, heads, head_dim = query.shape
     kv_heads, v_dim = value.shape[1:]
@@ -78,12 +95,10 @@ def rope_write(
     key_of = ("cpu angles", rope, cos.data_ptr())  # what is kept holds `cos`, so its address names it
     c, s, _ = once(derived, key_of, lambda: (*(_angles(table, rope) for table in (cos, sin)), cos))
     out = query.new_empty(tokens, heads, head_dim)
-    k, v = layer.k.tensor, layer.v.tensor
     launch(
         cpu_kernels.rope_write, tokens, query.data_ptr(), key.data_ptr(), value.data_ptr(), query.stride(0),
         key.stride(0), value.stride(0), c.data_ptr(), s.data_ptr(), half, out.data_ptr(), slot_mapping.data_ptr(),
-        k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), layer.block_size, tokens, heads, kv_heads, head_dim,
-        v_dim,
+        k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), k.shape[2], tokens, heads, kv_heads, head_dim, v_dim,
     )  # fmt: skip
     return out
 

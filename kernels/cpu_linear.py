@@ -72,12 +72,16 @@ def can_reorder(weight: Tensor) -> bool:
     """Whether `weight` is one that `ReorderedWeight` takes, and faster for it."""
     return (
         weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
         and weight.dim() == 2
         and weight.is_contiguous()
         and weight.shape[1] % 4 == weight.storage_offset() % 4 == 0  # whole words for the sums
-        and (_own_kernel() or _onednn_kernel())
+        and reorders(weight.dtype)
     )
+
+
+def reorders(dtype: torch.dtype) -> bool:
+    """Whether this CPU has a kernel for reordered weights of `dtype`."""
+    return dtype == torch.bfloat16 and (_own_kernel() or _onednn_kernel())
 
 
 def _own_kernel() -> bool:

@@ -107,7 +107,7 @@ def rope_write(
     if on_cpu(query):
         from hf_paged.kernels import cpu_fused
 
-        if cpu_fused.takes_rope(query, key, value, layer, rope, q_norm):
+        if cpu_fused.takes_rope(query, key, value, rope, q_norm):
             return cpu_fused.rope_write(query, key, value, cos, sin, layer, slot_mapping, rope, derived)
     if not query.is_cuda:
         return reference_fused.rope_write(

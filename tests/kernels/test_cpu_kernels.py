@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import Shape, make_case, with_null_block
+from kernel_cases import Shape, empty_pages, make_case, with_null_block
 from torch import Tensor
 
 from hf_paged.kernels import fused_ops, reference, reference_fused
@@ -94,6 +94,30 @@ def test_rotated_rows_are_stored_where_their_slots_say_and_nowhere_else(rope: Ro
     for got, wanted in ((result, expected), (pages[0], pages[1])):
         assert ((got.float() - wanted.float()).abs() <= STEP * wanted.float().abs() + 1e-6).all()
         assert (got != wanted).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("rotary_dim", [64, 48])
+def test_codes_are_those_of_the_rotated_keys(rotary_dim: int) -> None:
+    """The same keys, rotated here and there, may differ by a rounding; nothing else may."""
+    query, key, value = randn(20, 10, 64).split([6, 2, 2], 1)
+    angles = torch.randn(20, 64, generator=torch.Generator().manual_seed(3))
+    slots = torch.arange(20) + 16
+    layers = [
+        LayerKV(k=empty_pages(4, 2, 16, 64, torch.int8), v=empty_pages(4, 2, 16, 64, torch.int8)) for _ in range(2)
+    ]
+    arguments = (query, key, value, angles.cos(), angles.sin())
+    rope = Rope(rotary_dim=rotary_dim)
+    result = fused_ops.rope_write(*arguments, layers[0], slots, rope=rope)
+    expected = reference_fused.rope_write(*arguments, layers[1], slots, rope=rope)
+    assert ((result.float() - expected.float()).abs() <= STEP * expected.float().abs() + 1e-6).all()
+    (k, v), (wanted_k, wanted_v) = (
+        [reference.gather_pages(pages, torch.tensor([[1, 2]]), torch.float32)[0, :, :20] for pages in (x.k, x.v)]
+        for x in layers
+    )
+    assert torch.equal(v, wanted_v)
+    step = wanted_k.abs().amax(-1, keepdim=True) / 127
+    assert ((k - wanted_k).abs() <= STEP * wanted_k.abs() + 1.01 * step).all()
+    assert (k != wanted_k).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("formats", [(BF16, BF16), (torch.int8, torch.int8), (torch.int8, BF16), (BF16, torch.int8)])
