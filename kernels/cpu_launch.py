@@ -11,6 +11,7 @@ import importlib.util
 import struct
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ def _available() -> bool:
 
 @cache
 def _openmp() -> Any:
-    try:
-        library = ctypes.CDLL("libgomp.so.1")  # the one that torch has loaded
+    """The OpenMP library that torch has loaded; its name differs from build to build."""
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    for path in sorted(loaded, key=lambda path: "torch" not in path):
+        library = ctypes.CDLL(path)
         library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    except (OSError, AttributeError):
-        return None
-    return library
+        return library
+    return None
 
 
 def has_kernels(dtype: torch.dtype) -> bool:
