@@ -184,7 +184,7 @@ constexpr u32 ONE_DONE = 1 << 8, ONE_LEFT = 1 << 16;
 constexpr long long PATIENCE = 200000;  // clocks, 0.1 ms
 
 // The shares that this program shall add, a bit each; none when it has left its own to the last one that writes. Who
-// waits keeps its place: programs of many streams, each waiting for others of its launch, kept all places for ever.
+// waits keeps its place: programs of many streams, each waiting for others of its launch, could keep all places for ever.
 __device__ __forceinline__ u32 claim_shares(u32* counter, int count, int mine) {
   u32 state, shares = 1u << mine;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(state) : "l"(counter) : "memory");

@@ -4,6 +4,7 @@ else runs there.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -60,17 +61,17 @@ def shared_launches(many: bool, m: int) -> list[HopperTiles]:
 
 
 class Streamed:
-    """A stream with a captured graph of products that share tiles; each has its locks."""
+    """A stream with a captured graph of products that share tiles; each has its locks, which must outlive the graph."""
 
     def __init__(self, x: Tensor, weight: PackedWeight, launches: list[HopperTiles], priority: int) -> None:
         self.stream, self.done = torch.cuda.Stream(priority=priority), torch.cuda.Event()
-        locks = torch.zeros(512, dtype=torch.int32, device="cuda")
+        self.locks = torch.zeros(512, dtype=torch.int32, device="cuda")
         for tiles in launches:  # compiled before anything is captured
-            w4a16_hopper(x, weight, None, locks, tiles)
+            w4a16_hopper(x, weight, None, self.locks, tiles)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=self.stream):
-            self.results = [w4a16_hopper(x, weight, None, locks, tiles) for tiles in launches]
+            self.results = [w4a16_hopper(x, weight, None, self.locks, tiles) for tiles in launches]
 
     def start(self) -> None:
         with torch.cuda.stream(self.stream):
@@ -99,6 +100,7 @@ def run(many: bool, free: int) -> None:
         torch.cuda.synchronize()
     for streamed in streams:
         assert all(map(torch.equal, streamed.results, expected))
+        assert not streamed.locks.any()
 
 
 @pytest.mark.gpu
@@ -109,7 +111,8 @@ def test_products_that_share_tiles_end_beside_each_other_and_a_kernel_that_holds
     """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("made for Hopper")
-    child = subprocess.Popen([sys.executable, __file__, kernel], stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    child = subprocess.Popen([sys.executable, __file__, kernel], env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"  # compiled, and right when alone
