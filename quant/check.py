@@ -16,7 +16,7 @@ from hf_paged.kernels.packed_weight import TILE_N, packed_linear_reference
 from hf_paged.quant.fp8 import Fp8Linear
 from hf_paged.quant.linear import PackedLinear
 
-_PIECE = 1 << 24  # elements looked at in one go
+_PIECE = 1 << 22  # elements looked at in one go
 _CHECKED_ROWS = 256  # output channels, a multiple of the 64 of a tile
 _PROBE_ROWS = (1, 17, 100)  # the kernels of few and of many rows, and a masked tail
 # relative to the largest output: inputs and output are rounded once to 16 bits (2 ** -8 for bf16), fp8 products once to
@@ -30,7 +30,7 @@ def check_values(model: nn.Module) -> list[str]:
     for name, value in model.named_parameters():
         if value.device.type == "meta" or not value.dtype.is_floating_point or value.element_size() < 2:
             continue
-        flat = value.detach().reshape(-1)  # in pieces: the temporaries of an embedding would be as large as it is
+        flat = value.detach().reshape(-1)  # in pieces: a sum of flags takes eight bytes for each
         bad = sum(int((~torch.isfinite(piece)).sum()) for piece in flat.split(_PIECE))
         if bad:
             problems.append(f"tensor {name}: expected finite values, found {bad} NaN or infinite of {value.numel()}")

@@ -143,7 +143,8 @@ def fp8_weight(layout: Fp8Layout, codes: Tensor, scale: Tensor, input_scale: Ten
 
 def check_fp8_codes(name: str, codes: Tensor) -> None:
     """Raise ValueError when a code is NaN (all bits but the sign; e4m3 has no infinity)."""
-    bad = int(((codes.view(torch.uint8) & 0x7F) == 0x7F).sum())
+    pieces = codes.reshape(-1).view(torch.uint8).split(1 << 22)  # a sum of flags takes eight bytes for each
+    bad = sum(int(((piece & 0x7F) == 0x7F).sum()) for piece in pieces)
     if bad:
         raise ValueError(f"tensor {name}: expected finite values, found {bad} NaN of {codes.numel()}")
 
