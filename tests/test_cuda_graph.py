@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_engine import llm, tiny_llama, tiny_mistral
+from tiny_engine import llm, tiny_llama, tiny_mistral
 from transformers import PreTrainedModel
 
 from hf_paged.cuda_graph import StepBucket
