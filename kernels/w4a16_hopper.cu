@@ -1,8 +1,8 @@
 // 4-bit weights times 16-bit activations on Hopper: out[m, n] = sum_k x[m, k] * w[n, k]. Weights are the left operand
 // and never leave the registers that they are unpacked in. Here: what both kernels share.
 //
-// A warpgroup of producers brings packed words and activations of one unit to a ring in shared memory; the others unpack
-// and multiply. A unit is one step, 128 channels, of an output tile; programs share the units of all tiles evenly. Defines
+// Two threads or warps bring packed words and activations of one unit to a ring in shared memory; warpgroups unpack and
+// multiply. A unit is one step, 128 channels, of an output tile; programs share the units of all tiles evenly. Defines
 // come from `w4a16_hopper.py`:
 //   BM, ROWS        tokens and output channels of a tile
 //   STAGES          of the ring
