@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from hf_paged.kernels.cpu_linear import cpu_linear
 from hf_paged.kernels.packed_linear import lock_count, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, dequantize_reference, field_bits, packed_shape
 from hf_paged.quant import formats
@@ -120,7 +121,9 @@ class PackedLinear(nn.Module):
         if self.on_cpu.dense is None or self.on_cpu.dense.dtype != x.dtype:
             with torch.inference_mode(False):
                 self.on_cpu.dense = dequantize_reference(self.packed_weight, x.dtype)
-        return nn.functional.linear(x, self.on_cpu.dense, self.bias)
+        if x.requires_grad:  # something before it is trained
+            return nn.functional.linear(x, self.on_cpu.dense, self.bias)
+        return cpu_linear(x, self.on_cpu.dense, self.bias)
 
     def _fits_int4(self) -> bool:
         group = self.layout.group_size
