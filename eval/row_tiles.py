@@ -2,7 +2,7 @@
 
 BLAS libraries choose a kernel by the number of rows, and kernels sum in different orders. In fp32 that moves a value in
 its last bit, which tips a code over to its neighbour now and then, and the layers above amplify it: the perplexities of
-one text in int4 were seen to differ by 1e-3 between chunk sizes. In tiles of one size all rows are summed alike.
+one text in int4 were seen to differ by 1e-3 between chunk sizes. In tiles of one size rows are summed alike.
 """
 
 from __future__ import annotations
