@@ -1,6 +1,6 @@
 """The forward of an `nn.Linear`, and on a CPU a second copy of its weight in the order in which products read it.
 
-A step of few rows spends its time on reading weights, and oneDNN reads reordered ones 1.2 to 1.6 times as fast
+A step of few rows spends its time on reading weights, and reordered ones are read 1.2 to 1.6 times as fast
 (`kernels/cpu_linear.py`). The copies take no more than a share of the free memory, or there are none; they follow
 weights that are written in place.
 """
@@ -37,7 +37,7 @@ class FusedLinear:
 
 
 class ReorderedWeights:
-    """The reordered copies of a fused view's weights: of all that a step uses and oneDNN takes, or of none."""
+    """The reordered copies of a fused view's weights: of all that a step uses and that can be reordered, or of none."""
 
     def __init__(self, view: nn.Module) -> None:
         chosen = [fused for fused in _linears_of_steps(view) if can_reorder(fused.weight)]

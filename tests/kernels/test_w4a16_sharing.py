@@ -1,5 +1,5 @@
-"""Programs of the Hopper kernels that share a tile wait for each other: each must get its place on the GPU, whatever
-else runs there.
+"""Products of the Hopper kernels whose programs share tiles: they must end, and give the same bits, whatever else runs
+on the GPU.
 """
 
 from __future__ import annotations
