@@ -39,7 +39,7 @@ def decode_attention(
     kv_heads, tables, seq_lens = k.shape[1], meta.block_tables, meta.seq_lens
     out = query.new_empty(num_seqs, heads, v_dim)
     longest = min(meta.max_seq_len, window) if window else meta.max_seq_len
-    scratch = torch.empty(num_seqs, heads, longest)
+    scratch = query.new_empty(num_seqs, heads, longest, dtype=torch.float32)
     assert tables.is_contiguous() and tables.dtype == seq_lens.dtype == torch.int32
     launch(
         cpu_kernels.decode_attention, num_seqs * kv_heads, query.data_ptr(), k.data_ptr(), v.data_ptr(), k.stride(0),

@@ -29,7 +29,7 @@ def few_rows_linear(x: Tensor, columns: Tensor, out_features: int, bias: Tensor 
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     bias = None if bias is None else bias.contiguous()
-    out = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
+    out = x.new_empty((*x.shape[:-1], out_features))
     at_once = next((some for some in (1, 4, 8) if len(rows) <= some), 16)
     pieces = max(len(columns) // (_TASKS * torch.get_num_threads()), 1)
     launch(

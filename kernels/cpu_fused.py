@@ -18,9 +18,11 @@ from hf_paged.kernels.reference import once
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
 
 
-def takes_norm(x: Tensor, norm: RMSNorm | None) -> bool:
+def takes_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm | None) -> bool:
     """Whether `add_rms_norm` computes this one."""
     if norm is None or norm.order is not None or (norm.cast_first and norm.offset):
+        return False
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
         return False
     return x.dtype == norm.weight.dtype == torch.bfloat16 and x.stride(-1) == norm.weight.stride(0) == 1
 
@@ -29,9 +31,9 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Ten
     """(s, norm(s)) with s = residual + x, or x; all `[..., N]`."""
     n = x.shape[-1]
     rows = x.reshape(-1, n)
-    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype)
+    total = x if residual is None else x.new_empty(x.shape)
     other = 0 if residual is None else (residual := residual.contiguous()).data_ptr()
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     launch(
         cpu_kernels.add_rms_norm, -(-len(rows) // cpu_kernels.NORM_ROWS), rows.data_ptr(), rows.stride(0), other,
         norm.weight.data_ptr(), total.data_ptr(), out.data_ptr(), len(rows), n, bits(norm.eps), bits(norm.offset),
@@ -49,7 +51,7 @@ def takes_gate(gate: Tensor, up: Tensor, kind: str, order: Tensor | None) -> boo
 def gated_activation(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, both `[..., N]`."""
     n = gate.shape[-1]
-    out = torch.empty(gate.shape, dtype=gate.dtype)
+    out = gate.new_empty(gate.shape)
     first, second = gate.reshape(-1, n), up.reshape(-1, n)
     launch(
         cpu_kernels.silu_times, len(first), first.data_ptr(), first.stride(0), second.data_ptr(), second.stride(0),
@@ -75,7 +77,7 @@ def rope_write(
     if plain and layer.transform is None:
         return _rope_write(query, key, value, cos, sin, k.tensor, v.tensor, slot_mapping, rope, derived)
     rotated = key.new_empty(tokens, kv_heads, 1, head_dim)  # pages of one token
-    each = once(derived, "each token", lambda: torch.arange(tokens))
+    each = once(derived, "each token", lambda: torch.arange(tokens, device=key.device))
     query = _rope_write(query, key, value[..., :0], cos, sin, rotated, rotated, each, rope, derived)
     rest = Rope(rotary_dim=0)
     return reference_fused.rope_write(

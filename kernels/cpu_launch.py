@@ -6,8 +6,10 @@ which spin for a while after each of torch's operations.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
+import logging
 import struct
 import sys
 from functools import cache
@@ -17,21 +19,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 
 @cache
 def _available() -> bool:
-    """Whether Numba is installed (the extra `cpu`) and torch's threads can be reached."""
-    return sys.platform == "linux" and importlib.util.find_spec("numba") is not None and _openmp() is not None
+    """Whether Numba works here (the extra `cpu`) and torch's threads can be reached."""
+    if sys.platform != "linux" or importlib.util.find_spec("numba") is None or _openmp() is None:
+        return False
+    try:
+        from hf_paged.kernels import cpu_kernels  # noqa: F401
+    except Exception as error:  # a Numba that refuses this NumPy or Python, say
+        logger.warning("bf16 models run without CPU kernels: Numba does not work here (%s)", error)
+        return False
+    logger.info("bf16 models on this CPU run through Numba's kernels")
+    return True
 
 
 @cache
 def _openmp() -> Any:
     """The OpenMP library that torch has loaded; its name differs from build to build."""
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
-    for path in sorted(loaded, key=lambda path: "torch" not in path):
-        library = ctypes.CDLL(path)
-        library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        return library
+    fields = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    loaded = {found[5] for found in fields if len(found) == 6 and "libgomp" in Path(found[5]).name}
+    beside_torch = Path(torch.__file__).resolve().parent
+    for path in sorted(loaded, key=lambda path: beside_torch not in Path(path).parents):
+        with contextlib.suppress(OSError, AttributeError):
+            library = ctypes.CDLL(path)
+            library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            return library
     return None
 
 

@@ -31,9 +31,12 @@ _SUMMANDS = 64  # words to one sum
 
 def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, reordered: ReorderedWeight | None = None) -> Tensor:
     """`x` `[..., K]` times `weight` `[N, K]` transposed, plus `bias` `[N]`; `reordered` is that of `weight`."""
-    if x.dtype == weight.dtype == torch.bfloat16 and x.numel() >= MANY_ROWS * x.shape[-1] and widening_pays():
+    if not x.dtype == weight.dtype == torch.bfloat16 or (bias is not None and bias.dtype != x.dtype):
+        return F.linear(x, weight, bias)
+    many = x.numel() >= MANY_ROWS * x.shape[-1]
+    if many and widening_pays():
         return widened_linear(x, weight, bias)
-    if reordered is not None:
+    if reordered is not None and not (many and reordered.for_few_rows):
         return reordered.linear(x, bias)
     return F.linear(x, weight, bias)
 
@@ -105,12 +108,12 @@ class ReorderedWeight:
     def __init__(self, weight: Tensor) -> None:
         assert can_reorder(weight), (weight.shape, weight.dtype, weight.device)
         self._weight = weight.detach()
-        self._own = _own_kernel()
+        self.for_few_rows = _own_kernel()  # oneDNN's order serves any number
         self._reorder()
 
     def _reorder(self) -> None:
         self._sums = self._all_sums()
-        if self._own:
+        if self.for_few_rows:
             from hf_paged.kernels.cpu_few_rows import in_columns  # Numba is not there for everybody
 
             self._copy = in_columns(self._weight)
@@ -134,7 +137,7 @@ class ReorderedWeight:
         return stale
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self._own:
+        if self.for_few_rows:
             from hf_paged.kernels.cpu_few_rows import few_rows_linear
 
             return few_rows_linear(x, self._copy, len(self._weight), bias)

@@ -45,7 +45,7 @@ def rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
     if on_cpu(x):
         from hf_paged.kernels import cpu_fused  # Numba is not there for everybody, and slow to import
 
-        if cpu_fused.takes_norm(x, norm):
+        if cpu_fused.takes_norm(x, None, norm):
             return cpu_fused.add_rms_norm(x, None, norm)[1]
     if not x.is_cuda:
         return reference_fused.rms_norm(x, norm)
@@ -63,7 +63,7 @@ def add_rms_norm(
     if norm is not None and post is None and on_cpu(delta):
         from hf_paged.kernels import cpu_fused
 
-        if cpu_fused.takes_norm(delta, norm):
+        if cpu_fused.takes_norm(delta, residual, norm):
             return cpu_fused.add_rms_norm(delta, residual, norm)
     if not delta.is_cuda:
         return reference_fused.add_rms_norm(delta, residual, norm, post)

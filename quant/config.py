@@ -94,7 +94,7 @@ class CheckpointConfig(QuantizationConfigMixin):
         }
         if differ:
             logger.warning(
-                "config.json and the quantize_config.json beside it contradict each other (%s): the tensors decide, "
+                "config.json and the label beside it contradict each other (%s): the tensors decide, "
                 "where they cannot config.json",
                 ", ".join(differ.values()),
             )
@@ -280,9 +280,9 @@ def _switch(fields: Mapping[str, Any], name: str) -> bool | None:
 
 
 def _block(name: str, value: Any) -> tuple[int, int]:
-    sizes = list(value) if isinstance(value, (list, tuple)) else str(value or "128x128").split("x")
+    sizes = value if isinstance(value, (list, tuple)) else str("128x128" if value is None else value).split("x")
     try:
-        rows, columns = (int(size) for size in sizes)
+        rows, columns = (size if type(size) is int else int(str(size)) for size in sizes)
     except ValueError:
         rows = columns = 0
     if rows <= 0 or columns <= 0:

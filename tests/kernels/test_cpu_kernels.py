@@ -176,3 +176,40 @@ def test_decodes_beside_prompts_give_the_bits_of_decodes_alone() -> None:
     )  # fmt: skip
     alone = dispatch.paged_attention(mixed.query[:2], mixed.layer, meta, **mixed.options)
     assert torch.equal(dispatch.paged_attention(mixed.query, mixed.layer, mixed.meta, **mixed.options)[:2], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_torchs_defaults_change_nothing(dtype: torch.dtype, device: str) -> None:
+    """A scratch of the default dtype is half as long as the kernel writes; one on another device has no memory here."""
+    lens = (1, 33, 130)
+    shape = Shape(q_lens=(1,) * 3, seq_lens=lens, dtype=BF16, k_format=BF16, v_format=BF16)
+    case = with_null_block(make_case(shape))
+    norm = RMSNorm(weight=randn(72, seed=1), eps=1e-5, offset=0.0, cast_first=True)
+    x, residual, columns = randn(3, 72), randn(3, 72, seed=2), in_columns(randn(40, 72, seed=3))
+
+    def results() -> tuple[Tensor, ...]:
+        attended = dispatch.paged_attention(case.query, case.layer, case.meta, **case.options)
+        gated = fused_ops.gated_activation(x, residual, "silu")
+        return (attended, gated, few_rows_linear(x, columns, 40, None), *fused_ops.add_rms_norm(x, residual, norm))
+
+    expected = results()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_residual_of_another_dtype_is_the_definitions() -> None:
+    norm = RMSNorm(weight=randn(72, seed=1), eps=1e-5, offset=0.0, cast_first=True)
+    delta, residual = randn(3, 72), 3 * randn(3, 72, seed=2).float()
+    found, expected = (
+        add(delta, residual, norm, None) for add in (fused_ops.add_rms_norm, reference_fused.add_rms_norm)
+    )
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])

@@ -126,15 +126,34 @@ def test_a_cpu_whose_bf16_products_are_faster_keeps_them(
 
 
 @needs_onednn
+def test_operands_of_another_dtype_are_torchs_to_refuse() -> None:
+    """Read as bf16, the bits of an fp32 row or bias are numbers of any size."""
+    weight = torch.ones(32, 64, dtype=torch.bfloat16)
+    x, bias = torch.ones(3, 64), torch.ones(32)
+    for operands in ((x, None), (x.bfloat16(), bias)):
+        with pytest.raises(RuntimeError, match="dtype"):
+            cpu_linear.cpu_linear(operands[0], weight, operands[1], ReorderedWeight(weight))
+
+
+@needs_onednn
 @pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("rows", [MANY_ROWS - 1, MANY_ROWS])
-def test_the_number_of_rows_picks_the_product(rows: int, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_rows_picks_the_product(
+    rows: int, own: bool, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our kernel widens the rows for every thread: it is for few of them, on whatever CPU."""
     monkeypatch.setattr(cpu_linear, "widening_pays", lambda: pays)
     x, weight = torch.ones(1, rows, 64, dtype=torch.bfloat16), torch.ones(32, 64, dtype=torch.bfloat16)
     taken: list[str] = []
     monkeypatch.setattr(cpu_linear, "widened_linear", lambda *args: taken.append("widened"))
     monkeypatch.setattr(ReorderedWeight, "linear", lambda *args: taken.append("reordered"))
-    cpu_linear.cpu_linear(x, weight, None, ReorderedWeight(weight))
-    assert taken == ["widened" if pays and rows == MANY_ROWS else "reordered"]
+    copy = ReorderedWeight(weight)
+    copy.for_few_rows = own
+    cpu_linear.cpu_linear(x, weight, None, copy)
+    if rows < MANY_ROWS or not (pays or own):
+        assert taken == ["reordered"]
+    else:
+        assert taken == (["widened"] if pays else [])
     del taken[:]
     assert cpu_linear.cpu_linear(x.float(), weight.float(), None).dtype == torch.float32 and not taken
