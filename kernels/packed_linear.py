@@ -29,7 +29,10 @@ def fits_kernel(bits: int, group_size: int, in_features: int) -> bool:
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor) -> Tensor:
-    """`[M, K]` -> `[M, N]` in the dtype of `x`. `locks`: int32 zeros of `lock_count(N)` elements, left zero."""
+    """`[M, K]` -> `[M, N]` in the dtype of `x`. `locks`: int32 zeros of `lock_count(N)` elements, left zero.
+
+    Products that run at the same time, on several streams, need locks of their own: one module is for one stream.
+    """
     if torch.compiler.is_compiling():
         return torch.ops.hf_paged.packed_linear(
             x,

@@ -261,7 +261,8 @@ __device__ __forceinline__ void share_with_neighbour(const Problem& p, int tile,
   }
 }
 
-// Else the program that begins a tile adds what the ones after it, whose first work that was, have long written.
+// Else the program that begins a tile waits for the ones after it, whose first work that was, and adds what they wrote.
+// Programs are placed in the order of their index, so far, so those have places: CUDA does not promise it.
 __device__ __forceinline__ void collect_tile(const Problem& p, int tile, int k_begin, float (&acc)[SUB][BM / 2]) {
   if (k_begin > 0) {
     write_part(p, acc);
