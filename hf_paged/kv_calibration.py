@@ -74,14 +74,20 @@ def calibration_tokens(model: PackedModel, token_ids: Sequence[int] | None = Non
     """`token_ids` as far as the model has positions, or `NUM_TOKENS` of its own; int64 on its device.
 
     Raises:
-        ValueError: fewer than two tokens.
+        ValueError: fewer than two tokens, not one list of ids, or ids that the model has not.
     """
     limit = getattr(model.view.config.get_text_config(decoder=True), "max_position_embeddings", None) or NUM_TOKENS
     if token_ids is None:
         return _own_tokens(model, min(NUM_TOKENS, limit))
-    if len(token_ids) < 2:
-        raise ValueError(f"the calibration text has {len(token_ids)} tokens; at least 2 are needed")
-    return torch.tensor(token_ids[:limit], dtype=torch.long, device=model.device)
+    tokens = torch.as_tensor(token_ids)
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise ValueError(f"token_ids: expected one list of ids, found {tokens.dtype} of shape {list(tokens.shape)}")
+    if len(tokens) < 2:
+        raise ValueError(f"the calibration text has {len(tokens)} tokens; at least 2 are needed")
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < model.vocab_size:
+        worst = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
+        raise ValueError(f"token_ids: {worst} is not one of the model's {model.vocab_size} tokens")
+    return tokens[:limit].to(model.device, torch.long)
 
 
 def _places(model: PackedModel, count: int) -> Tensor:

@@ -96,10 +96,10 @@ def calibrate_on(model: PreTrainedModel, token_ids: Sequence[int]) -> None:
     Weights that are written later are calibrated anew, on tokens of the model's own.
 
     Args:
-        token_ids: of the text, two at least; read as far as the model has positions.
+        token_ids: of the text, one list, two at least; read as far as the model has positions.
 
     Raises:
-        ValueError: fewer than two tokens, or a model that cannot be paged.
+        ValueError: fewer than two tokens, not one list of ids of the model, or a model that cannot be paged.
     """
     packed = PackedModel(build_view(model))
     tokens = calibration_tokens(packed, token_ids)

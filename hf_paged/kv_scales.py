@@ -122,8 +122,8 @@ def transform_of(
     if keys is None and offset is None and not (rotates_k or rotates_v):
         return None
     shape = (spec.kv_heads, spec.head_dim)
-    k_offset = torch.zeros(shape) if keys is None or keys.offset is None else keys.offset
-    k_factor = torch.ones(shape) if keys is None or keys.factor is None else keys.factor
+    k_offset = torch.zeros(shape, dtype=torch.float32) if keys is None or keys.offset is None else keys.offset
+    k_factor = torch.ones(shape, dtype=torch.float32) if keys is None or keys.factor is None else keys.factor
     moved = k_offset / k_factor
     return KVTransform(
         sink_offset=(hadamard(moved) if rotates_k else moved).to(spec.device) if k_offset.any() else None,

@@ -80,7 +80,7 @@ class SamplingState:
         self._max_num_seqs = max_num_seqs
         self._device = device
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._floats = torch.zeros(len(_FLOATS), max_num_seqs, device=device)
+        self._floats = torch.zeros(len(_FLOATS), max_num_seqs, dtype=torch.float32, device=device)
         self._ints = torch.zeros(len(_INTS), max_num_seqs, dtype=torch.int64, device=device)
         floats = dict(zip(_FLOATS, self._floats, strict=True))
         ints = dict(zip(_INTS, self._ints, strict=True))
@@ -186,7 +186,7 @@ class SamplingState:
             width = max(_MIN_EDITS, 1 << (width - 1).bit_length())
             grown = LogitEdits(
                 token_ids=torch.zeros(self._max_num_seqs, width, dtype=torch.int64, device=self._device),
-                values=torch.zeros(self._max_num_seqs, width, device=self._device),
+                values=torch.zeros(self._max_num_seqs, width, dtype=torch.float32, device=self._device),
                 until=torch.zeros(self._max_num_seqs, width, dtype=torch.int64, device=self._device),
             )
             if self.edits is not None:

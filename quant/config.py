@@ -184,17 +184,16 @@ class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsCo
     _method = QuantizationMethod.COMPRESSED_TENSORS
 
     def label(self, module: str) -> Label:
-        for group in _mappings(self.fields, "config_groups"):
-            weights = _mapping("config_groups weights", group.get("weights"))
-            if weights.get("type") == "int" and _targets(group.get("targets") or ["Linear"], module):
-                return Label(
-                    bits=_integer(weights, "num_bits"),
-                    group_size=_integer(weights, "group_size") or -1,
-                    method=self.quant_method.value,
-                    symmetric=_switch(weights, "symmetric"),
-                    act_order=weights.get("actorder") in ("group", "dynamic", True),  # others: the natural order
-                )
-        return Label(method=self.quant_method.value)
+        weights = _mapping("config_groups weights", self._group(module).get("weights"))
+        if weights.get("type") != "int":
+            return Label(method=self.quant_method.value)
+        return Label(
+            bits=_integer(weights, "num_bits"),
+            group_size=_integer(weights, "group_size") or -1,
+            method=self.quant_method.value,
+            symmetric=_switch(weights, "symmetric"),
+            act_order=weights.get("actorder") in ("group", "dynamic", True),  # others: the natural order
+        )
 
     def check(self) -> None:
         """Raise ValueError for weights that only mean something beside rotations of the activations."""
@@ -214,34 +213,40 @@ class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsCo
                 )
 
     def quantizes_activations(self, module: str) -> bool:
-        for group in _mappings(self.fields, "config_groups"):
-            if _targets(group.get("targets") or ["Linear"], module):
-                return group.get("input_activations") is not None
-        return True
+        group = self._group(module)
+        return not group or group.get("input_activations") is not None
 
     def fp8_block(self, module: str) -> tuple[int, int]:
-        for group in _mappings(self.fields, "config_groups"):
-            if _targets(group.get("targets") or ["Linear"], module):
-                weights = _mapping("config_groups weights", group.get("weights"))
-                return _block("config_groups weights.block_structure", weights.get("block_structure"))
-        return _block("", None)
+        weights = _mapping("config_groups weights", self._group(module).get("weights"))
+        return _block("config_groups weights.block_structure", weights.get("block_structure"))
+
+    def _group(self, module: str) -> Mapping[str, Any]:
+        """The group of `config_groups` that names `module` most closely: by its name, a pattern, its class, in this
+        order (`match_targets` of compressed-tensors); empty if none does.
+        """
+        groups = _mappings(self.fields, "config_groups")
+        ranks = [_closeness(group.get("targets") or ["Linear"], module) for group in groups]
+        return groups[ranks.index(min(ranks))] if groups and min(ranks) < _UNNAMED else {}
 
     @property
     def kv_cache_scheme(self) -> Mapping[str, Any] | None:
         return self.fields.get("kv_cache_scheme")
 
 
-def _targets(targets: list[str], module: str) -> bool:
-    """Whether a compressed-tensors target list names `module`: a class name, a full name, or `re:` and a pattern."""
+_UNNAMED = 3  # ranks of `_closeness` are below
+
+
+def _closeness(targets: list[str], module: str) -> int:
+    """How a compressed-tensors target list names `module`: 0 by its name or the end of it, 1 by `re:` and a pattern, 2
+    by the class of linears.
+    """
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise ValueError(f"quantization_config.targets: expected a list of names, found {targets!r}")
-    for target in targets:
-        if target.startswith("re:"):
-            if _matches(target[3:], module):
-                return True
-        elif target in ("Linear", module) or module.endswith("." + target):
-            return True
-    return False
+    if any(target == module or module.endswith("." + target) for target in targets):
+        return 0
+    if any(target.startswith("re:") and _matches(target[3:], module) for target in targets):
+        return 1
+    return 2 if "Linear" in targets else _UNNAMED
 
 
 def _override(fields: Mapping[str, Any], module: str) -> Mapping[str, Any]:

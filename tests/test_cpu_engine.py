@@ -38,3 +38,16 @@ def test_a_numba_that_does_not_work_here_is_said_and_not_used(
         cpu_launch._available.cache_clear()
     if sys.platform == "linux":
         assert "Numba does not work here" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_engine_does_not_follow_torchs_default_dtype(dtype: torch.dtype) -> None:
+    """A caller may have set it for models that it builds; settings of rows are fp32, and pages what they are."""
+    torch.manual_seed(0)
+    model = tiny_llama()
+    expected = run(model, kv_cache_dtype="int8")
+    torch.set_default_dtype(dtype)
+    try:
+        assert run(model, kv_cache_dtype="int8") == expected
+    finally:
+        torch.set_default_dtype(torch.float32)

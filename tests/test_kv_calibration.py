@@ -308,3 +308,18 @@ def test_calibration_looks_all_over_the_context_and_no_further_than_rope_is_unsc
 
 
 SCALED = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "says"),
+    [
+        (torch.ones(1, 30, dtype=torch.long), r"shape \[1, 30\]"),
+        (torch.rand(20), "float32"),
+        ([1, 2, 10**6], "1000000 is not one of"),
+        ([1, -1, 2], "-1 is not one of"),
+    ],
+)
+def test_what_is_not_one_list_of_the_models_ids_calibrates_nothing(token_ids: list[int], says: str) -> None:
+    """A batch of one is what tokenizers give; floats were cut to zeros."""
+    with pytest.raises(ValueError, match=says):
+        calibrate_on(tiny_model("llama"), token_ids)

@@ -16,6 +16,7 @@ from quant_files import EXACT, Cell, config_of, load, logit_error, pack_linear, 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hf_paged.quant.config import CompressedTensorsConfig
 from hf_paged.quant.fp8 import Fp8Linear
 from hf_paged.quant.linear import PackedLinear
 from hf_paged.quant.loader import CheckpointLoader
@@ -287,3 +288,16 @@ def test_experts_of_some_layers_only_leave_the_others_plain(tmp_path: Path) -> N
         loaded = load(tmp_path)
         assert logit_error(loaded, truth) < EXACT
         assert _saves_back(tmp_path, loaded)
+
+
+def test_a_module_belongs_to_the_group_that_names_it_most_closely() -> None:
+    """In any order of the file: a name before a pattern before the class, as the tool that writes it applies them."""
+    bits = {"class": 8, "pattern": 4, "name": 2}
+    targets = {"class": ["Linear"], "pattern": ["re:.*_proj"], "name": ["model.layers.0.mlp.up_proj"]}
+    for order in (bits, reversed(bits)):
+        groups = {
+            kind: {"targets": targets[kind], "weights": {"type": "int", "num_bits": bits[kind]}} for kind in order
+        }
+        config = CompressedTensorsConfig(config_groups=groups)
+        modules = ("lm_head", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.up_proj")
+        assert [config.label(module).bits for module in modules] == [8, 4, 2]
