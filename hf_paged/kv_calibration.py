@@ -80,10 +80,10 @@ def calibration_tokens(model: PackedModel, token_ids: Sequence[int] | None = Non
     if token_ids is None:
         return _own_tokens(model, min(NUM_TOKENS, limit))
     tokens = torch.as_tensor(token_ids)
+    if tokens.dim() == 1 and len(tokens) < 2:
+        raise ValueError(f"the calibration text has {len(tokens)} tokens; at least 2 are needed")
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"token_ids: expected one list of ids, found {tokens.dtype} of shape {list(tokens.shape)}")
-    if len(tokens) < 2:
-        raise ValueError(f"the calibration text has {len(tokens)} tokens; at least 2 are needed")
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < model.vocab_size:
         worst = int(tokens.min()) if tokens.min() < 0 else int(tokens.max())
         raise ValueError(f"token_ids: {worst} is not one of the model's {model.vocab_size} tokens")

@@ -133,7 +133,7 @@ def test_two_labels_that_contradict_each_other_are_reported_and_the_tensors_deci
     (tmp_path / "quantize_config.json").write_text(json.dumps({"group_size": 32, "damp_percent": 0.1, **beside}))
     with caplog.at_level(logging.WARNING):
         assert logit_error(load(tmp_path), truth) < EXACT
-    assert "the quantize_config.json beside it contradict each other" in caplog.text
+    assert "the label beside it contradict each other" in caplog.text
 
 
 def test_labels_that_agree_or_say_nothing_are_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
