@@ -141,11 +141,12 @@ def test_a_checkpoint_larger_than_the_portions_never_lies_in_cpu_memory_as_a_who
     if fp8:
         rewrite_as_fp8(tmp_path)
     sizes = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
-    peak, done = [0], threading.Event()
+    held: list[int] = []
+    done = threading.Event()
 
     def watch() -> None:
         while not done.is_set():
-            peak[0] = max(peak[0], resident(tmp_path))
+            held.append(resident(tmp_path))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -156,7 +157,8 @@ def test_a_checkpoint_larger_than_the_portions_never_lies_in_cpu_memory_as_a_who
     finally:
         done.set()
         watcher.join()
-    assert 0 < peak[0] < 2 * max(sizes) + (256 << 20), (peak[0] >> 20, [size >> 20 for size in sizes])
+    assert len(held) > 3  # all of them can be 0: pages are given back as soon as they are copied
+    assert max(held) < 2 * max(sizes) + (256 << 20), (max(held) >> 20, [size >> 20 for size in sizes])
     assert torch.cuda.max_memory_allocated() - before < 1.1 * sum(sizes)
 
 
