@@ -33,22 +33,29 @@ def decode_attention(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    lse: Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> None:
     """Attention of the first `meta.num_decodes` rows of `query` `[T, heads, head_dim]`, into the same rows of `out`.
 
     Allocates only through torch (graph-safe) and never synchronises. Rows with `seq_lens` 0 become zeros.
+
+    Args:
+        lse: `[num_decodes, heads]` fp32, becomes the base-2 log-sum-exp of each row's scores, -inf where there is none;
+            for what is joined with other keys later, hence without sinks.
     """
+    assert lse is None or sinks is None
     num_seqs, heads = meta.num_decodes, query.shape[1]
     k, v = layer.k.tensor, layer.v.tensor
     kv_heads, group = k.shape[1], heads // k.shape[1]
     bound = min(meta.max_seq_len, window) if window else meta.max_seq_len
     config = config or choose_config(query, layer, num_seqs, bound)
     partial = torch.empty((config.programs, 2, group, layer.v.head_dim), dtype=torch.float32, device=out.device)
-    lse = torch.empty((config.programs, 2, group), dtype=torch.float32, device=out.device)
+    partial_lse = torch.empty((config.programs, 2, group), dtype=torch.float32, device=out.device)
     k_scale, v_scale = scale_of(layer.k), scale_of(layer.v)
-    sink_logits = query if sinks is None else sinks
-    operands = (out, partial, lse, query, k, k_scale, v, v_scale, meta.block_tables, meta.seq_lens, sink_logits)
+    sinks_kind = 3 if lse is not None else 0 if sinks is None else sinks.dim()
+    by_head = lse if lse is not None else query if sinks is None else sinks
+    operands = (out, partial, partial_lse, query, k, k_scale, v, v_scale, meta.block_tables, meta.seq_lens, by_head)
     strides = (*query.stride()[:2], *(x.stride(0) for x in (k, k_scale, v, v_scale, meta.block_tables)))
     numbers = (*base2_scale(scale, softcap), window or 0, num_seqs, kv_heads)
     arguments: tuple[Any, ...] = (*operands, *strides, *numbers)
@@ -61,13 +68,13 @@ def decode_attention(
         "LEAST": config.least,
         "WINDOW": window is not None,
         "SOFTCAP": softcap is not None,
-        "SINKS": 0 if sinks is None else sinks.dim(),
+        "SINKS": sinks_kind,
     }
     if config.in_registers:
         _launch_registers(arguments, shape, layer, config)
     else:
         _launch_portable(arguments, shape, query, layer, config)
-    _join(out, partial, lse, meta.seq_lens, sinks, num_seqs, kv_heads, window, config)
+    _join(out, partial, partial_lse, meta.seq_lens, by_head, num_seqs, kv_heads, window, sinks_kind, config)
 
 
 def _launch_registers(arguments: tuple[Any, ...], shape: dict[str, Any], layer: LayerKV, config: DecodeConfig) -> None:
@@ -109,10 +116,11 @@ def _join(
     partial: Tensor,
     lse: Tensor,
     seq_lens: Tensor,
-    sinks: Tensor | None,
+    by_head: Tensor,
     num_seqs: int,
     kv_heads: int,
     window: int | None,
+    sinks_kind: int,
     config: DecodeConfig,
 ) -> None:
     """Partial results into `out`: one program for the heads of a KV head, and more for a long sequence's many parts."""
@@ -127,7 +135,7 @@ def _join(
         partial,
         lse,
         seq_lens,
-        lse if sinks is None else sinks,
+        by_head,
         num_seqs,
         window or 0,
         config.programs,
@@ -140,7 +148,7 @@ def _join(
         LEAST=config.least,
         STEP=256 if many else max(min(4096 // (h_block * columns), 8), 1),
         WINDOW=window is not None,
-        SINKS=0 if sinks is None else sinks.dim(),
+        SINKS=sinks_kind,
         OVERLAP=config.overlap,
         num_warps=4 if many else 1,
         **({"launch_pdl": True} if config.overlap else {}),

@@ -15,7 +15,7 @@ def join_kernel(
     partial_ptr,  # [held, 2, GROUP, V_DIM] fp32
     lse_ptr,  # [held, 2, GROUP] fp32, base 2
     seq_lens_ptr,  # [num_seqs] int32
-    sinks_ptr,  # [heads], or [num_seqs, heads] where SINKS is 2
+    sinks_ptr,  # [heads]; [num_seqs, heads] where SINKS is 2; 3: base-2 log-sum-exps go there, none is read
     num_seqs,
     window,
     held,
@@ -52,7 +52,10 @@ def join_kernel(
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     out = out_ptr + (seq.to(tl.int64) * heads + first_head + h)[:, None] * V_DIM + d[None, :]
     mask = (h < HEADS)[:, None] & (d < V_DIM)[None, :]
-    if tiles == 0:  # a padded row of a captured graph
+    lse_out = sinks_ptr + (seq.to(tl.int64) * heads + first_head + h)
+    if tiles == 0:  # a padded row of a captured graph, or keys that all lie in the current block
+        if SINKS == 3:
+            tl.store(lse_out, tl.full([H_BLOCK], float("-inf"), tl.float32), mask=h < HEADS)
         tl.store(out, tl.zeros([H_BLOCK, COLUMNS], out_ptr.dtype.element_ty), mask=mask)
         return
     first, last = _programs_of(seq, first_head // GROUP, kv_heads, parts, total * kv_heads, before, tiles, programs)
@@ -60,11 +63,15 @@ def join_kernel(
         return
     top = tl.full([H_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([H_BLOCK], tl.float32)
-    if SINKS:
+    if SINKS == 1 or SINKS == 2:
         at = seq.to(tl.int64) * heads * (SINKS - 1) + first_head + h
         top = tl.load(sinks_ptr + at, mask=h < HEADS, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
-    result = _joined(partial_ptr, lse_ptr, first, last, first_head % GROUP, top, total, d, GROUP, HEADS, V_DIM, STEP)
+    result, lse = _joined(
+        partial_ptr, lse_ptr, first, last, first_head % GROUP, top, total, d, GROUP, HEADS, V_DIM, STEP
+    )
+    if SINKS == 3:
+        tl.store(lse_out, lse, mask=h < HEADS)
     tl.store(out, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -94,7 +101,9 @@ def _joined(
     partial_ptr, lse_ptr, first, last, first_head, top, total, d,
     GROUP: tl.constexpr, HEADS: tl.constexpr, V_DIM: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Columns `d` of the results of programs `first..last`, after whatever `top` and `total` `[H_BLOCK]` stand for."""
+    """Columns `d` of the results of programs `first..last`, after whatever `top` and `total` `[H_BLOCK]` stand for, and
+    their base-2 log-sum-exps.
+    """
     s = tl.arange(0, STEP)
     h = tl.arange(0, top.shape[0])
     acc = tl.zeros([top.shape[0], d.shape[0]], tl.float32)
@@ -113,4 +122,5 @@ def _joined(
         acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
         total = total * decay + tl.sum(weight, 0)
         top = new_top
-    return acc / tl.where(h < HEADS, total, 1.0)[:, None]
+    total = tl.where(h < HEADS, total, 1.0)
+    return acc / total[:, None], top + tl.log2(total)

@@ -28,7 +28,7 @@ def decode_portable_kernel(
     v_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16
     tables_ptr,  # [num_seqs, max_blocks] int32
     seq_lens_ptr,  # [num_seqs] int32
-    sinks_ptr,  # [heads], or [num_seqs, heads] where SINKS is 2
+    sinks_ptr,  # [heads]; [num_seqs, heads] where SINKS is 2; 3: whole heads' base-2 log-sum-exps go there, none is read
     q_stride_t,
     q_stride_h,
     k_stride,
@@ -88,7 +88,7 @@ def decode_portable_kernel(
             )  # fmt: skip
             slot = (program * 2 + (skipped == 0).to(tl.int32)) * GROUP
             out_row = (seq.to(tl.int64) * kv_heads + kv_head) * GROUP
-            sink_row = (seq.to(tl.int64) * kv_heads * (SINKS - 1) + kv_head) * GROUP
+            sink_row = (seq.to(tl.int64) * kv_heads * (SINKS // 2) + kv_head) * GROUP
             _store(
                 acc, total, top, count == tiles, out_ptr + out_row * V_DIM, partial_ptr + slot * V_DIM, lse_ptr + slot,
                 sinks_ptr + sink_row, GROUP, V_DIM, SINKS, ROWS, V_BLOCK,
@@ -195,7 +195,9 @@ def _store(
     at = row[:, None] * V_DIM + dv[None, :]
     mask = (row < GROUP)[:, None] & (dv < V_DIM)[None, :]
     if whole:
-        if SINKS:
+        if SINKS == 3:
+            tl.store(sinks_ptr + row, top + tl.log2(total), mask=row < GROUP)
+        elif SINKS:
             sink = tl.load(sinks_ptr + row, mask=row < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
             new_top = tl.maximum(top, sink)
             acc *= tl.exp2(top - new_top)[:, None]

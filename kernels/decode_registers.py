@@ -54,7 +54,7 @@ def decode_registers_kernel(
     v_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16, for codes
     tables_ptr,  # [num_seqs, max_blocks] int32
     seq_lens_ptr,  # [num_seqs] int32
-    sinks_ptr,  # [heads], or [num_seqs, heads] where SINKS is 2
+    sinks_ptr,  # [heads]; [num_seqs, heads] where SINKS is 2; 3: whole heads' base-2 log-sum-exps go there, none is read
     q_stride_t,
     q_stride_h,
     k_stride,
@@ -103,7 +103,7 @@ def decode_registers_kernel(
             v = head_of_pages(v_ptr, v_scale_ptr, v_stride, v_scale_stride, kv_head * BLOCK_SIZE, V_DIM)
             row = (seq.to(gl.int64) * kv_heads + kv_head) * GROUP
             slot = (program * 2 + (first == 0).to(gl.int32)) * GROUP
-            sinks = sinks_ptr + (seq.to(gl.int64) * kv_heads * (SINKS - 1) + kv_head) * GROUP
+            sinks = sinks_ptr + (seq.to(gl.int64) * kv_heads * (SINKS // 2) + kv_head) * GROUP
             results = (count == tiles, out_ptr + row * V_DIM, partial_ptr + slot * V_DIM, lse_ptr + slot, sinks)
             if INT4:
                 attend_int4(

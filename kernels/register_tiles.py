@@ -248,11 +248,15 @@ def tile_words(ptr, stride, block, row, WORDS: gl.constexpr, TILE: gl.constexpr,
 
 @gluon.jit
 def inverse_denominator(top, total, whole, lse_ptr, sinks_ptr, GROUP: gl.constexpr, SINKS: gl.constexpr):
-    """1 / `total` `[N]`, with a sink for a whole head; a part has none, but its base-2 log-sum-exp is stored."""
+    """1 / `total` `[N]`, with a sink for a whole head; a part has none, but its base-2 log-sum-exp is stored, and that of
+    a whole head in place of its sink where SINKS is 3.
+    """
     head = gl.arange(0, top.shape[0], layout=top.type.layout)
     inverse = 1.0 / total
     if whole:
-        if SINKS:
+        if SINKS == 3:
+            gl.store(sinks_ptr + head, top + gl.log2(total), mask=head < GROUP)
+        elif SINKS:
             sink = gl.load(sinks_ptr + head, mask=head < GROUP, other=0.0).to(gl.float32) * 1.4426950408889634
             new_top = gl.maximum(top, sink)
             decay = gl.exp2(top - new_top)
