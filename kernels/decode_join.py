@@ -39,7 +39,9 @@ def join_kernel(
     heads = tl.num_programs(0) * HEADS
     kv_heads = heads // GROUP
     n = tl.arange(0, SCAN)
-    total, _living, parts, _each, programs = survey(seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW, TILE, LEAST)
+    total, _living, parts, _each, programs = survey(
+        n, seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW, TILE, LEAST
+    )
     before = tl.zeros([], tl.int32)
     for i in range(0, seq, SCAN):
         seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < seq, other=0)

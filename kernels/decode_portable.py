@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.decode_shares import share, visible_tiles
+from hf_paged.kernels.decode_shares import SCAN, share, visible_tiles
 from hf_paged.kernels.group_tile import group_tile
 from hf_paged.kernels.tiles import normalise_rows, softmax_step
 
@@ -62,7 +62,9 @@ def decode_portable_kernel(
     BYTE_PERMUTE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    program, start, stop, seq, before = share(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
+    program, start, stop, seq, before = share(
+        tl.arange(0, SCAN), seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST
+    )
     while start < stop:
         seq_len = tl.load(seq_lens_ptr + seq)
         first_token, first_tile, tiles = visible_tiles(seq_len, window, WINDOW, TILE)

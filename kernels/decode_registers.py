@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from hf_paged.kernels.decode_int4 import attend_int4
 from hf_paged.kernels.layout import GroupPages, LayerKV
 from hf_paged.kernels.on_device import cuda_capability
-from hf_paged.kernels.register_shares import share, visible_tiles
+from hf_paged.kernels.decode_shares import SCAN, share, visible_tiles
 from hf_paged.kernels.register_tiles import (
     INT8_BIAS,
     dot_type,
@@ -84,7 +84,8 @@ def decode_registers_kernel(
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
-    program, begin, end, seq, before = share(seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
+    n = gl.arange(0, SCAN, layout=gl.BlockedLayout([SCAN // 32], [32], [1], [0]))
+    program, begin, end, seq, before = share(n, seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
     while begin < end:
         seq_len = gl.load(seq_lens_ptr + seq)
         first_token, first_tile, tiles = visible_tiles(seq_len, window, WINDOW, TILE)

@@ -12,6 +12,9 @@ third fewer results are joined: 6% of a call where a head is one or two shares l
 
 Where there is less work than programs, those that get some lie evenly among the others: neighbours may share a
 multiprocessor.
+
+Gluon kernels call these functions too. `n` is `arange(0, SCAN)` in the caller's language, in a layout where that asks
+for one; nothing else here has a shape.
 """
 
 from __future__ import annotations
@@ -33,19 +36,18 @@ def visible_tiles(seq_len, window, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def survey(
-    seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr
+    n, seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr
 ):
     """Tiles of all sequences (of one head), how many have any, how their heads are cut, and programs that get a share.
 
     Into how many parts, and how many heads a program takes (one of the two is 1), for sequences of about one length:
     within a sixteenth of each other, none is missing in between, and five of eight programs get something. Else 0, 1.
     """
-    n = tl.arange(0, SCAN)
-    total = tl.zeros([], tl.int32)
-    longest = tl.zeros([], tl.int32)
-    shortest = tl.zeros([], tl.int32) + MANY
-    living = tl.zeros([], tl.int32)
-    last = tl.zeros([], tl.int32)
+    total = num_seqs * 0
+    longest = total
+    shortest = total + MANY
+    living = total
+    last = total
     for i in range(0, num_seqs, SCAN):
         seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < num_seqs, other=0)
         _, _, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
@@ -66,6 +68,7 @@ def survey(
 
 @triton.jit
 def share(
+    n,  # [SCAN]
     seq_lens_ptr,  # [num_seqs] int32
     num_seqs,
     kv_heads,
@@ -76,7 +79,7 @@ def share(
 ):
     """This program's number, `[begin, end)` of the line, the sequence where it begins, one head's tiles before that."""
     total, living, parts, each, programs = survey(
-        seq_lens_ptr, num_seqs, kv_heads, window, tl.num_programs(0), WINDOW, TILE, LEAST
+        n, seq_lens_ptr, num_seqs, kv_heads, window, tl.num_programs(0), WINDOW, TILE, LEAST
     )
     place = tl.program_id(0) * programs
     program = place // tl.num_programs(0)
@@ -84,7 +87,7 @@ def share(
         begin, end, seq, before = _cut_share(seq_lens_ptr, program, kv_heads, window, living, parts, each, WINDOW, TILE)
     else:
         begin, end, seq, before = _equal_share(
-            seq_lens_ptr, program, programs, num_seqs, kv_heads, window, total, WINDOW, TILE
+            n, seq_lens_ptr, program, programs, num_seqs, kv_heads, window, total, WINDOW, TILE
         )
     end = tl.where(place % tl.num_programs(0) < programs, end, begin)  # else a neighbour has this number
     return program, begin, end, seq, before
@@ -113,16 +116,15 @@ def _cut_share(seq_lens_ptr, program, kv_heads, window, living, parts, each, WIN
 
 @triton.jit
 def _equal_share(
-    seq_lens_ptr, program, programs, num_seqs, kv_heads, window, total, WINDOW: tl.constexpr, TILE: tl.constexpr
+    n, seq_lens_ptr, program, programs, num_seqs, kv_heads, window, total, WINDOW: tl.constexpr, TILE: tl.constexpr
 ):
-    n = tl.arange(0, SCAN)
     units = total * kv_heads
     least = units // programs
     begin = program * least + tl.minimum(program, units % programs)
     end = begin + least + (program < units % programs).to(tl.int32)
-    seq = tl.zeros([], tl.int32)
-    before = tl.zeros([], tl.int32)
-    base = tl.zeros([], tl.int32)
+    seq = num_seqs * 0
+    before = seq
+    base = seq
     for i in range(0, num_seqs, SCAN):
         seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < num_seqs, other=0)
         _, _, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
