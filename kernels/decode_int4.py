@@ -37,7 +37,6 @@ from hf_paged.kernels.int4_tiles import (
     int4_v_layout,
     power_of_two_above,
     row_words,
-    run_of,
     scales_of_rows,
     short_words,
     store_heads,
@@ -47,12 +46,15 @@ from hf_paged.kernels.layout import GroupPages, LayerKV, PlainPages
 from hf_paged.kernels.on_device import cuda_capability
 from hf_paged.kernels.register_tiles import (
     INT8_BIAS,
+    add_code_products,
+    at_edge,
+    block_of,
+    capped,
     inverse_denominator,
-    k_codes,
     k_layout,
-    k_operand,
     q_layout,
     q_operands,
+    run_of,
     v_layout,
 )
 
@@ -63,90 +65,65 @@ def attend_int4(
     table_ptr, q_row, q_stride_h,
     k_pages,  # `head_of_pages`, as v_pages
     v_pages, scale, softcap,
-    results,  # whether these tiles are all of the head's, then where its heads go: out, partial, lse, and their sinks
+    results,  # `result_pointers`
     K_TYPE: gl.constexpr, V_TYPE: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr, K_DIM: gl.constexpr,
     V_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Some tiles of one sequence and KV head: all of them or a part."""
+    """Tiles of one sequence and KV head, from the first key to the stored result."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     H: gl.constexpr = head_layout(TILE, N)
-    HEADS: gl.constexpr = gl.SliceLayout(0, H)
-    V_GROUPS: gl.constexpr = V_DIM // 64 if gl.uint8 == V_TYPE else 1
     KL: gl.constexpr = int4_k_layout(TILE, K_DIM // 8) if gl.uint8 == K_TYPE else k_layout(TILE, K_DIM // 4)
-    V8: gl.constexpr = v_layout(TILE, V_DIM // 4, run_of(V_DIM), False)
+    V8: gl.constexpr = v_layout(TILE, V_DIM // 4, run_of(V_DIM // 4), False)
     VL: gl.constexpr = int4_v_layout(TILE, V_DIM // 8, False) if gl.uint8 == V_TYPE else V8
     begin, end, first_token, seq_len = keys
-
-    block = gl.load(table_ptr + begin * TILE // BLOCK_SIZE)
-    next_block = gl.load(table_ptr + gl.minimum(begin + 1, end - 1) * TILE // BLOCK_SIZE)
+    last = end - 1
+    block = block_of(table_ptr, begin, TILE, BLOCK_SIZE)
+    next_block = block_of(table_ptr, gl.minimum(begin + 1, last), TILE, BLOCK_SIZE)
     row = begin * TILE % BLOCK_SIZE
     k, k_scale = _load(k_pages, block, row, K_TYPE, K_DIM, TILE, KL, H)
     v, v_scale = _load(v_pages, block, row, V_TYPE, V_DIM, TILE, VL, H)
-    q = _queries(q_row, q_stride_h, scale, K_TYPE, K_DIM, GROUP, N, MMA, HEADS)
+    q = _queries(q_row, q_stride_h, scale, K_TYPE, K_DIM, GROUP, N, MMA, gl.SliceLayout(0, H))
     factor = q[5]
     if SOFTCAP:
-        factor = gl.full([N], 1.0, gl.float32, layout=HEADS)
-    a0 = gl.zeros([V_DIM // 4, 2 * N], gl.float32, layout=MMA)  # of the j-th codes / v_unit, as are a1, a2, a3
-    a1 = a0
-    a2 = a0
-    a3 = a0
-    total = gl.zeros([TILE, N], gl.float32, layout=H)  # of the softmax denominator, as are of the weighted zeros:
-    low_zeros = total
-    high_zeros = total
-    top = gl.full([N], float("-inf"), gl.float32, layout=HEADS)  # running maximum of base-2 scores
+        factor = gl.full([N], 1.0, gl.float32, layout=gl.SliceLayout(0, H))
+    top = gl.full([N], float("-inf"), gl.float32, layout=gl.SliceLayout(0, H))  # running maximum of base-2 scores
     v_unit = 2.0**-100  # a power of two, no smaller than any scale of v so far
+    sums = _no_sums(TILE, N, V_DIM, MMA, H)
     for tile in range(begin, end):
         scores = _scores(k, k_scale, q, K_TYPE, TILE, K_DIM, MMA, H)
         block = next_block
-        next_block = gl.load(table_ptr + gl.minimum(tile + 2, end - 1) * TILE // BLOCK_SIZE)
-        row = gl.minimum(tile + 1, end - 1) * TILE % BLOCK_SIZE  # the last tile is loaded again: no load has a mask
+        next_block = block_of(table_ptr, gl.minimum(tile + 2, last), TILE, BLOCK_SIZE)
+        row = gl.minimum(tile + 1, last) * TILE % BLOCK_SIZE  # the last tile is loaded again: no load has a mask
         k, k_scale = _load(k_pages, block, row, K_TYPE, K_DIM, TILE, KL, H)
-        if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-            scores = softcap * (1.0 - 2.0 / (gl.exp2(scores * q[5][None, :]) + 1.0))
-        scales = _value_scales(v_scale, V_TYPE, TILE, V_GROUPS, H)
-        edge = tile * TILE + TILE > seq_len
-        if WINDOW:
-            edge = edge | (tile * TILE < first_token)
-        if edge:
+        if SOFTCAP:
+            scores = capped(scores * q[5][None, :], softcap)
+        scales = _value_scales(v_scale, V_TYPE, TILE, V_DIM, H)
+        if at_edge(tile, first_token, seq_len, TILE, WINDOW):
             scores, v, scales = _living(
                 first_token - tile * TILE, seq_len - tile * TILE, scores, v, scales, V_TYPE, TILE, VL, H
             )
-        new_top = gl.maximum(top, gl.max(scores, 0) * factor)
-        new_unit = gl.maximum(v_unit, power_of_two_above(gl.max(gl.maximum(scales[0], scales[2]), 0)))
-        if (gl.max((new_top > top).to(gl.int32), 0) > 0) | (new_unit > v_unit):
-            a0, a1, a2, a3, total, low_zeros, high_zeros = _rescaled(
-                gl.exp2(top - new_top), v_unit / new_unit, a0, a1, a2, a3, total, low_zeros, high_zeros, MMA
-            )
-        top = new_top
-        v_unit = new_unit
+        top, v_unit, sums = _raised(top, gl.max(scores, 0) * factor, v_unit, scales, sums, MMA)
         probs = gl.exp2(scores * factor[None, :] - top[None, :])  # one multiply-add
-        total += probs
-        if gl.uint8 == V_TYPE:
-            low_zeros += probs * scales[1][:, None]
-        if V_GROUPS == 2:
-            high_zeros += probs * scales[3][:, None]
-        a0, a1, a2, a3 = _add_values(v, probs, scales, 1.0 / v_unit, a0, a1, a2, a3, V_TYPE, V_GROUPS, TILE, V_DIM, MMA)
+        sums = _add_values(v, probs, scales, 1.0 / v_unit, sums, V_TYPE, TILE, V_DIM, MMA)
         v, v_scale = _load(v_pages, block, row, V_TYPE, V_DIM, TILE, VL, H)
-
-    whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr = results
-    inverse = inverse_denominator(top, gl.sum(total, 0), whole, lse_ptr, sinks_ptr, GROUP, SINKS)
-    low_zero = gl.sum(low_zeros, 0) * inverse
-    high_zero = low_zero
-    if V_GROUPS == 2:
-        high_zero = gl.sum(high_zeros, 0) * inverse
-    factor = v_unit * inverse
-    if whole:
-        store_heads(out_ptr, a0, a1, a2, a3, factor, low_zero, high_zero, V_TYPE, V_DIM, GROUP)
-    else:
-        store_heads(partial_ptr, a0, a1, a2, a3, factor, low_zero, high_zero, V_TYPE, V_DIM, GROUP)
+    _store(sums, top, v_unit, results, V_TYPE, V_DIM, GROUP, SINKS)
 
 
 @gluon.jit
-def _value_scales(v_scale, TYPE: gl.constexpr, TILE: gl.constexpr, GROUPS: gl.constexpr, H: gl.constexpr):
+def _no_sums(TILE: gl.constexpr, N: gl.constexpr, DIM: gl.constexpr, MMA: gl.constexpr, H: gl.constexpr):
+    """Zeros for the sums over tiles: four accumulators of weighted codes / v_unit, one for each code of a word; of the
+    softmax denominator; of the weighted zeros of low and of high codes."""
+    a = gl.zeros([DIM // 4, 2 * N], gl.float32, layout=MMA)
+    s = gl.zeros([TILE, N], gl.float32, layout=H)
+    return a, a, a, a, s, s, s
+
+
+@gluon.jit
+def _value_scales(v_scale, TYPE: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr, H: gl.constexpr):
     """Scale and zero of the low and of the high codes of each row; 8 bits have one scale."""
     if gl.uint8 == TYPE:
-        low_scale, low_zero, high_scale, high_zero = scales_of_rows(v_scale, TILE, GROUPS, H)
+        low_scale, low_zero, high_scale, high_zero = scales_of_rows(v_scale, TILE, DIM // 64, H)
     else:
         low_scale = v_scale.to(gl.float32)
         low_zero, high_scale, high_zero = low_scale, low_scale, low_scale
@@ -155,17 +132,25 @@ def _value_scales(v_scale, TYPE: gl.constexpr, TILE: gl.constexpr, GROUPS: gl.co
 
 @gluon.jit
 def _add_values(
-    v, probs, scales, inverse_unit, a0, a1, a2, a3, TYPE: gl.constexpr, GROUPS: gl.constexpr, TILE: gl.constexpr,
-    DIM: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
-    """Accumulators + V^T weights: probabilities times the scales of the low and the high codes."""
+    v, probs, scales, inverse_unit, sums, TYPE: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr, MMA: gl.constexpr
+):
+    """The sums with a tile more, whose codes weigh probabilities times the scales of the low and of the high ones."""
+    a0, a1, a2, a3, total, low_zeros, high_zeros = sums
+    total += probs
     low = probs * (scales[0] * inverse_unit)[:, None]
     high = low
-    if GROUPS == 2:
-        high = probs * (scales[2] * inverse_unit)[:, None]
+    if gl.uint8 == TYPE:
+        low_zeros += probs * scales[1][:, None]
+        if DIM == 128:
+            high_zeros += probs * scales[3][:, None]
+            high = probs * (scales[2] * inverse_unit)[:, None]
     weights = gl.convert_layout(columns(low, high, MMA).to(gl.float16), gl.DotOperandLayout(1, MMA, 2))
     v0, v1, v2, v3 = value_operands(v, TYPE, TILE, DIM, MMA)
-    return mma_v2(v0, weights, a0), mma_v2(v1, weights, a1), mma_v2(v2, weights, a2), mma_v2(v3, weights, a3)
+    a0 = mma_v2(v0, weights, a0)
+    a1 = mma_v2(v1, weights, a1)
+    a2 = mma_v2(v2, weights, a2)
+    a3 = mma_v2(v3, weights, a3)
+    return a0, a1, a2, a3, total, low_zeros, high_zeros
 
 
 @gluon.jit
@@ -185,14 +170,41 @@ def _living(first, left, scores, v, scales, TYPE: gl.constexpr, TILE: gl.constex
 
 
 @gluon.jit
-def _rescaled(decay, unit_decay, a0, a1, a2, a3, total, low_zeros, high_zeros, MMA: gl.constexpr):
-    """All sums under a new maximum `[N]`, the accumulators also under a new unit."""
+def _raised(top, tile_top, v_unit, scales, sums, MMA: gl.constexpr):
+    """Maxima `[N]` and unit with a tile's, and the sums under them; they seldom change."""
+    new_top = gl.maximum(top, tile_top)
+    new_unit = gl.maximum(v_unit, power_of_two_above(gl.max(gl.maximum(scales[0], scales[2]), 0)))
+    if (gl.max((new_top > top).to(gl.int32), 0) > 0) | (new_unit > v_unit):
+        sums = _rescaled(gl.exp2(top - new_top), v_unit / new_unit, sums, MMA)
+    return new_top, new_unit, sums
+
+
+@gluon.jit
+def _rescaled(decay, unit_decay, sums, MMA: gl.constexpr):
+    """All sums times `decay` `[N]`, the accumulators also times `unit_decay`."""
+    a0, a1, a2, a3, total, low_zeros, high_zeros = sums
     factor = decay * unit_decay
     factor = columns(factor, factor, gl.SliceLayout(0, MMA))[None, :]
     decay = decay[None, :]
     return (
         a0 * factor, a1 * factor, a2 * factor, a3 * factor, total * decay, low_zeros * decay, high_zeros * decay
     )  # fmt: skip
+
+
+@gluon.jit
+def _store(sums, top, v_unit, results, TYPE: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr, SINKS: gl.constexpr):
+    """Sums / denominator into `out` for a whole head, else into a partial result."""
+    whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr = results
+    a0, a1, a2, a3, total, low_zeros, high_zeros = sums
+    inverse = inverse_denominator(top, gl.sum(total, 0), whole, lse_ptr, sinks_ptr, GROUP, SINKS)
+    low_zero = gl.sum(low_zeros, 0) * inverse
+    high_zero = low_zero
+    if gl.uint8 == TYPE and DIM == 128:
+        high_zero = gl.sum(high_zeros, 0) * inverse
+    if whole:
+        store_heads(out_ptr, a0, a1, a2, a3, v_unit * inverse, low_zero, high_zero, TYPE, DIM, GROUP)
+    else:
+        store_heads(partial_ptr, a0, a1, a2, a3, v_unit * inverse, low_zero, high_zero, TYPE, DIM, GROUP)
 
 
 @gluon.jit
@@ -277,12 +289,7 @@ def _scores(
     else:
         if gl.int8 == TYPE:
             products = products - q_sum[None, :]
-        k0, k1, k2, k3 = k_codes(k, TYPE)
-        products = mma_v2(k_operand(k0, TILE, DIM // 4, A), q0, products)
-        products = mma_v2(k_operand(k1, TILE, DIM // 4, A), q1, products)
-        products = mma_v2(k_operand(k2, TILE, DIM // 4, A), q2, products)
-        products = mma_v2(k_operand(k3, TILE, DIM // 4, A), q3, products)
-        low, _ = halves(products, H)
+        low, _ = halves(add_code_products(products, k, q0, q1, q2, q3, TYPE, DIM // 4, A), H)
         scores = low * k_scale.to(gl.float32)[:, None]
     return scores
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.decode_shares import SCAN, share, visible_tiles
+from hf_paged.kernels.decode_shares import SCAN, next_piece, result_pointers, share
 from hf_paged.kernels.group_tile import group_tile
-from hf_paged.kernels.tiles import normalise_rows, softmax_step
+from hf_paged.kernels.tiles import add_sinks, normalise_rows, softmax_step
 
 
 @triton.jit(do_not_specialize=["num_seqs", "kv_heads", "window", "tables_stride"])  # they vary: no kernel per value
@@ -28,93 +28,60 @@ def decode_portable_kernel(
     v_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16
     tables_ptr,  # [num_seqs, max_blocks] int32
     seq_lens_ptr,  # [num_seqs] int32
-    sinks_ptr,  # [heads]; [num_seqs, heads] where SINKS is 2; 3: whole heads' base-2 log-sum-exps go there, none is read
-    q_stride_t,
-    q_stride_h,
-    k_stride,
-    k_scale_stride,
-    v_stride,
-    v_scale_stride,
-    tables_stride,
+    sinks_ptr,  # [heads]; [num_seqs, heads] where SINKS is 2; 3: base-2 log-sum-exps of whole heads go there
+    q_stride_t, q_stride_h, k_stride, k_scale_stride, v_stride, v_scale_stride, tables_stride,
     scale,  # softmax scale; times log2 e without SOFTCAP, times 2 log2 e / softcap with it
     softcap,  # softcap * log2 e
-    window,
-    num_seqs,
-    kv_heads,
-    GROUP: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    LEAST: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    K_SCALED: tl.constexpr,
-    V_SCALED: tl.constexpr,
-    K_INT4: tl.constexpr,
-    V_INT4: tl.constexpr,
-    K_DOT: tl.constexpr,
-    V_DOT: tl.constexpr,
-    BYTE_PERMUTE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    program, start, stop, seq, before = share(
-        tl.arange(0, SCAN), seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST
-    )
-    while start < stop:
-        seq_len = tl.load(seq_lens_ptr + seq)
-        first_token, first_tile, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
-        offset = start - before * kv_heads
-        if offset >= tiles * kv_heads:
-            before += tiles
-            seq += 1
-        else:
-            kv_head = offset // tiles
-            skipped = offset % tiles
-            count = tl.minimum(tiles - skipped, stop - start)
-            begin = first_tile + skipped
-            row = tl.arange(0, ROWS)
-            dk = tl.arange(0, K_BLOCK)
-            q_offset = seq.to(tl.int64) * q_stride_t + (kv_head * GROUP + row) * q_stride_h
-            q_mask = (row < GROUP)[:, None] & (dk < K_DIM)[None, :]
-            q = tl.load(q_ptr + q_offset[:, None] + dk[None, :], mask=q_mask, other=0.0)
-            acc, total, top = _attend(
-                q, begin, begin + count, first_token, seq_len, kv_head, tables_ptr + seq.to(tl.int64) * tables_stride,
-                k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, k_stride, k_scale_stride, v_stride, v_scale_stride,
-                scale, softcap, ROWS, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, TILE, WINDOW, SOFTCAP,
-                K_SCALED, V_SCALED, K_INT4, V_INT4, K_DOT, V_DOT, BYTE_PERMUTE, STAGES,
-            )  # fmt: skip
-            slot = (program * 2 + (skipped == 0).to(tl.int32)) * GROUP
-            out_row = (seq.to(tl.int64) * kv_heads + kv_head) * GROUP
-            sink_row = (seq.to(tl.int64) * kv_heads * (SINKS // 2) + kv_head) * GROUP
-            _store(
-                acc, total, top, count == tiles, out_ptr + out_row * V_DIM, partial_ptr + slot * V_DIM, lse_ptr + slot,
-                sinks_ptr + sink_row, GROUP, V_DIM, SINKS, ROWS, V_BLOCK,
-            )  # fmt: skip
-            start += count
+    window, num_seqs, kv_heads,
+    GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    LEAST: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
+    K_INT4: tl.constexpr, V_INT4: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
+    BYTE_PERMUTE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    n = tl.arange(0, SCAN)
+    program, begin, end, seq, before = share(n, seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
+    while begin < end:
+        seq, before, kv_head, first, whole, keys = next_piece(
+            begin, end, seq, before, seq_lens_ptr, kv_heads, window, WINDOW, TILE
+        )
+        row = tl.arange(0, ROWS)
+        dk = tl.arange(0, K_BLOCK)
+        q_offset = seq.to(tl.int64) * q_stride_t + (kv_head * GROUP + row) * q_stride_h
+        q_mask = (row < GROUP)[:, None] & (dk < K_DIM)[None, :]
+        q = tl.load(q_ptr + q_offset[:, None] + dk[None, :], mask=q_mask, other=0.0)
+        acc, total, top = _attend(
+            q, keys, tables_ptr + seq.to(tl.int64) * tables_stride, kv_head * BLOCK_SIZE,
+            (k_ptr, k_scale_ptr, k_stride, k_scale_stride), (v_ptr, v_scale_ptr, v_stride, v_scale_stride),
+            scale, softcap, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, TILE, WINDOW, SOFTCAP,
+            K_SCALED, V_SCALED, K_INT4, V_INT4, K_DOT, V_DOT, BYTE_PERMUTE, STAGES,
+        )  # fmt: skip
+        results = result_pointers(
+            out_ptr, partial_ptr, lse_ptr, sinks_ptr, program, seq, kv_head, kv_heads, first, whole, GROUP, V_DIM, SINKS
+        )
+        _store(acc, total, top, results, GROUP, V_DIM, SINKS)
+        begin += keys[1] - keys[0]
 
 
 @triton.jit
 def _attend(
     q,  # [ROWS, K_BLOCK]
-    begin, end, first_token, seq_len, kv_head, table_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr,
-    k_stride, k_scale_stride, v_stride, v_scale_stride, scale, softcap,
-    ROWS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
+    keys,  # as `next_piece` gives them
+    table_ptr, head_row,
+    k_pages,  # pages, scales, and their strides; as v_pages
+    v_pages, scale, softcap,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, K_INT4: tl.constexpr, V_INT4: tl.constexpr,
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, BYTE_PERMUTE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `[begin, end)` of one sequence and KV head: weighted values, denominator and maximum of the softmax."""
-    n = tl.arange(0, TILE)
+    """Tiles of one sequence and KV head: weighted values, denominator and maximum of the softmax."""
+    begin, end, first_token, seq_len = keys
     q, q_unit = normalise_rows(q, K_DOT, K_SCALED)
     q_unit *= scale
-    acc = tl.zeros([ROWS, V_BLOCK], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    acc = tl.zeros([q.shape[0], V_BLOCK], tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    top = tl.full([q.shape[0]], float("-inf"), tl.float32)
     v_unit = 1e-30
 
     # Masked tiles first, whatever their place: the order of keys does not matter to a softmax.
@@ -124,49 +91,52 @@ def _attend(
         first_partial = ((begin * TILE < first_token) & (end - begin > last_partial)).to(tl.int32)
     for i in range(last_partial + first_partial):
         tile = tl.where(i < last_partial, end - 1, begin)
-        block = tl.load(table_ptr + tile * TILE // BLOCK_SIZE).to(tl.int64)
-        row = kv_head * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
-        keep = (tile * TILE + n < seq_len) & (tile * TILE + n >= first_token)
-        k, k_scale = _load(
-            k_ptr, k_scale_ptr, k_stride, k_scale_stride, block, row, keep,
-            True, K_DIM, K_BLOCK, TILE, K_SCALED, K_INT4, K_DOT,
+        acc, total, top, v_unit = _add_tile(
+            acc, total, top, v_unit, q, q_unit, tile, first_token, seq_len, table_ptr, head_row, k_pages, v_pages,
+            softcap, True, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, TILE, SOFTCAP, K_SCALED, V_SCALED,
+            K_INT4, V_INT4, K_DOT, V_DOT, BYTE_PERMUTE,
         )  # fmt: skip
-        v, v_scale = _load(
-            v_ptr, v_scale_ptr, v_stride, v_scale_stride, block, row, keep,
-            True, V_DIM, V_BLOCK, TILE, V_SCALED, V_INT4, V_DOT,
-        )  # fmt: skip
-        acc, total, top, v_unit = softmax_step(
-            acc, total, top, v_unit, q, q_unit, k, k_scale, v, v_scale, keep[None, :], softcap,
-            True, SOFTCAP, K_SCALED, V_SCALED, K_DOT, V_DOT, BYTE_PERMUTE,
-        )  # fmt: skip
-
     for tile in tl.range(begin + first_partial, end - last_partial, num_stages=STAGES):
-        block = tl.load(table_ptr + tile * TILE // BLOCK_SIZE).to(tl.int64)
-        row = kv_head * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
-        k, k_scale = _load(
-            k_ptr, k_scale_ptr, k_stride, k_scale_stride, block, row, n >= 0,
-            False, K_DIM, K_BLOCK, TILE, K_SCALED, K_INT4, K_DOT,
+        acc, total, top, v_unit = _add_tile(
+            acc, total, top, v_unit, q, q_unit, tile, first_token, seq_len, table_ptr, head_row, k_pages, v_pages,
+            softcap, False, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, TILE, SOFTCAP, K_SCALED, V_SCALED,
+            K_INT4, V_INT4, K_DOT, V_DOT, BYTE_PERMUTE,
         )  # fmt: skip
-        v, v_scale = _load(
-            v_ptr, v_scale_ptr, v_stride, v_scale_stride, block, row, n >= 0,
-            False, V_DIM, V_BLOCK, TILE, V_SCALED, V_INT4, V_DOT,
-        )  # fmt: skip
-        acc, total, top, v_unit = softmax_step(
-            acc, total, top, v_unit, q, q_unit, k, k_scale, v, v_scale, None, softcap,
-            False, SOFTCAP, K_SCALED, V_SCALED, K_DOT, V_DOT, BYTE_PERMUTE,
-        )  # fmt: skip
-
     if V_SCALED:
         acc *= v_unit
     return acc, total, top
 
 
 @triton.jit
+def _add_tile(
+    acc, total, top, v_unit, q, q_unit, tile, first_token, seq_len, table_ptr, head_row, k_pages, v_pages, softcap,
+    MASKED: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALED: tl.constexpr,
+    V_SCALED: tl.constexpr, K_INT4: tl.constexpr, V_INT4: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
+    BYTE_PERMUTE: tl.constexpr,
+):  # fmt: skip
+    """Take the tile's keys and values into the running attention; where MASKED, those that the query sees."""
+    n = tl.arange(0, TILE)
+    keep = n >= 0
+    if MASKED:
+        keep = (tile * TILE + n < seq_len) & (tile * TILE + n >= first_token)
+    block = tl.load(table_ptr + tile * TILE // BLOCK_SIZE).to(tl.int64)
+    row = head_row + tile * TILE % BLOCK_SIZE
+    k, k_scale = _load(k_pages, block, row, keep, MASKED, K_DIM, K_BLOCK, TILE, K_SCALED, K_INT4, K_DOT)
+    v, v_scale = _load(v_pages, block, row, keep, MASKED, V_DIM, V_BLOCK, TILE, V_SCALED, V_INT4, V_DOT)
+    return softmax_step(
+        acc, total, top, v_unit, q, q_unit, k, k_scale, v, v_scale, keep[None, :], softcap,
+        MASKED, SOFTCAP, K_SCALED, V_SCALED, K_DOT, V_DOT, BYTE_PERMUTE,
+    )  # fmt: skip
+
+
+@triton.jit
 def _load(
-    ptr, scale_ptr, stride, scale_stride, block, row, keep, MASKED: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr, INT4: tl.constexpr, DOT: tl.constexpr,
+    pages, block, row, keep, MASKED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    SCALED: tl.constexpr, INT4: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """A tile `[TILE, BLOCK]` from row `row` of a block on, and its scales; where MASKED, zeros for rows not to keep."""
+    ptr, scale_ptr, stride, scale_stride = pages
     n = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK)
     scale = tl.zeros([TILE], tl.float32)
@@ -188,22 +158,22 @@ def _load(
 
 @triton.jit
 def _store(
-    acc, total, top, whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
-    GROUP: tl.constexpr, V_DIM: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, V_BLOCK: tl.constexpr,
+    acc, total, top,
+    results,  # `result_pointers`
+    GROUP: tl.constexpr, V_DIM: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """The heads' result into `out`, their sinks included, if it is of all tiles (`whole`); else a partial one."""
-    row = tl.arange(0, ROWS)
-    dv = tl.arange(0, V_BLOCK)
+    whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr = results
+    row = tl.arange(0, acc.shape[0])
+    dv = tl.arange(0, acc.shape[1])
     at = row[:, None] * V_DIM + dv[None, :]
     mask = (row < GROUP)[:, None] & (dv < V_DIM)[None, :]
     if whole:
         if SINKS == 3:
             tl.store(sinks_ptr + row, top + tl.log2(total), mask=row < GROUP)
         elif SINKS:
-            sink = tl.load(sinks_ptr + row, mask=row < GROUP, other=0.0).to(tl.float32) * 1.4426950408889634
-            new_top = tl.maximum(top, sink)
-            acc *= tl.exp2(top - new_top)[:, None]
-            total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+            total, decay = add_sinks(total, top, sinks_ptr + row, row < GROUP)
+            acc *= decay[:, None]
         tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
     else:
         tl.store(partial_ptr + at, acc / total[:, None], mask=mask)

@@ -1,6 +1,6 @@
 """Gluon decode attention over 8-bit and 16-bit pages: from memory to matrix-unit operands inside registers.
 
-The portable kernel (`decode_attention.py`) sends tiles through shared memory and picks codes out byte by byte, 5.5
+The portable kernel (`decode_portable.py`) sends tiles through shared memory and picks codes out byte by byte, 5.5
 instructions per code, which bounds it at two thirds of an H200's bandwidth. Here a program is one warp, a tile never
 leaves its registers (`register_tiles.py`), and the heads of one KV head pad to 8, not 16. The next tile's keys are on
 their way while this one's values are weighted, and the other way round: 4 KB in flight per warp at all times.
@@ -18,15 +18,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from hf_paged.kernels.decode_int4 import attend_int4
+from hf_paged.kernels.decode_shares import SCAN, next_piece, result_pointers, share
 from hf_paged.kernels.layout import GroupPages, LayerKV
 from hf_paged.kernels.on_device import cuda_capability
-from hf_paged.kernels.decode_shares import SCAN, share, visible_tiles
 from hf_paged.kernels.register_tiles import (
     INT8_BIAS,
+    add_code_products,
+    at_edge,
+    block_of,
+    capped,
+    code_values,
     dot_type,
     head_of_pages,
     inverse_denominator,
-    k_codes,
     k_layout,
     k_operand,
     k_pairs,
@@ -34,8 +38,8 @@ from hf_paged.kernels.register_tiles import (
     q_layout,
     q_operands,
     q_pairs,
+    run_of,
     tile_words,
-    v_codes,
     v_layout,
     v_operand,
     v_pairs,
@@ -54,32 +58,16 @@ def decode_registers_kernel(
     v_scale_ptr,  # [num_blocks, kv_heads, BLOCK_SIZE] fp16, for codes
     tables_ptr,  # [num_seqs, max_blocks] int32
     seq_lens_ptr,  # [num_seqs] int32
-    sinks_ptr,  # [heads]; [num_seqs, heads] where SINKS is 2; 3: whole heads' base-2 log-sum-exps go there, none is read
-    q_stride_t,
-    q_stride_h,
-    k_stride,
-    k_scale_stride,
-    v_stride,
-    v_scale_stride,
-    tables_stride,
+    sinks_ptr,  # [heads]; [num_seqs, heads] where SINKS is 2; 3: base-2 log-sum-exps of whole heads go there
+    q_stride_t, q_stride_h, k_stride, k_scale_stride, v_stride, v_scale_stride, tables_stride,
     scale,  # softmax scale; times log2 e without SOFTCAP, times 2 log2 e / softcap with it
     softcap,  # softcap * log2 e
-    window,
-    num_seqs,
-    kv_heads,
+    window, num_seqs, kv_heads,
     GROUP: gl.constexpr,
     N: gl.constexpr,  # heads of a KV head, padded
-    K_DIM: gl.constexpr,
-    V_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    TILE: gl.constexpr,
-    LEAST: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    SINKS: gl.constexpr,
-    OVERLAP: gl.constexpr,
-    INT4: gl.constexpr,
-):
+    K_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, LEAST: gl.constexpr,
+    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, OVERLAP: gl.constexpr, INT4: gl.constexpr,
+):  # fmt: skip
     if OVERLAP:  # the joining kernel may start now; it waits for all results
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -87,68 +75,55 @@ def decode_registers_kernel(
     n = gl.arange(0, SCAN, layout=gl.BlockedLayout([SCAN // 32], [32], [1], [0]))
     program, begin, end, seq, before = share(n, seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
     while begin < end:
-        seq_len = gl.load(seq_lens_ptr + seq)
-        first_token, first_tile, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
-        offset = begin - before * kv_heads
-        if offset >= tiles * kv_heads:
-            before += tiles
-            seq += 1
+        seq, before, kv_head, first, whole, keys = next_piece(
+            begin, end, seq, before, seq_lens_ptr, kv_heads, window, WINDOW, TILE
+        )
+        table_ptr = tables_ptr + seq.to(gl.int64) * tables_stride
+        q_row = q_ptr + seq.to(gl.int64) * q_stride_t + kv_head * GROUP * q_stride_h
+        k = head_of_pages(k_ptr, k_scale_ptr, k_stride, k_scale_stride, kv_head * BLOCK_SIZE, K_DIM)
+        v = head_of_pages(v_ptr, v_scale_ptr, v_stride, v_scale_stride, kv_head * BLOCK_SIZE, V_DIM)
+        results = result_pointers(
+            out_ptr, partial_ptr, lse_ptr, sinks_ptr, program, seq, kv_head, kv_heads, first, whole, GROUP, V_DIM, SINKS
+        )
+        if INT4:
+            attend_int4(
+                keys, table_ptr, q_row, q_stride_h, k, v, scale, softcap, results, k_ptr.dtype.element_ty,
+                v_ptr.dtype.element_ty, GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
+            )  # fmt: skip
         else:
-            kv_head = offset // tiles
-            first = offset % tiles
-            count = gl.minimum(tiles - first, end - begin)
-            keys = (first_tile + first, first_tile + first + count, first_token, seq_len)
-            table_ptr = tables_ptr + seq.to(gl.int64) * tables_stride
-            q_row = q_ptr + seq.to(gl.int64) * q_stride_t + kv_head * GROUP * q_stride_h
-            k = head_of_pages(k_ptr, k_scale_ptr, k_stride, k_scale_stride, kv_head * BLOCK_SIZE, K_DIM)
-            v = head_of_pages(v_ptr, v_scale_ptr, v_stride, v_scale_stride, kv_head * BLOCK_SIZE, V_DIM)
-            row = (seq.to(gl.int64) * kv_heads + kv_head) * GROUP
-            slot = (program * 2 + (first == 0).to(gl.int32)) * GROUP
-            sinks = sinks_ptr + (seq.to(gl.int64) * kv_heads * (SINKS // 2) + kv_head) * GROUP
-            results = (count == tiles, out_ptr + row * V_DIM, partial_ptr + slot * V_DIM, lse_ptr + slot, sinks)
-            if INT4:
-                attend_int4(
-                    keys, table_ptr, q_row, q_stride_h, k, v, scale, softcap, results, k_ptr.dtype.element_ty,
-                    v_ptr.dtype.element_ty, GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
-                )  # fmt: skip
-            else:
-                _attend(
-                    keys, table_ptr, q_row, q_stride_h, k, v, scale, softcap, results, k_ptr.dtype.element_ty,
-                    v_ptr.dtype.element_ty, GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
-                )  # fmt: skip
-            begin += count
+            _attend(
+                keys, table_ptr, q_row, q_stride_h, k, v, scale, softcap, results, k_ptr.dtype.element_ty,
+                v_ptr.dtype.element_ty, GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
+            )  # fmt: skip
+        begin += keys[1] - keys[0]
 
 
 @gluon.jit
 def _attend(
-    keys,  # first tile, tile after the last, first visible token, tokens
+    keys,  # as `next_piece` gives them
     table_ptr, q_row, q_stride_h,
     k_pages,  # `head_of_pages`, as v_pages
     v_pages, scale, softcap,
-    results,  # `store_result`
+    results,  # `result_pointers`
     K_TYPE: gl.constexpr, V_TYPE: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr, K_DIM: gl.constexpr,
     V_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Some tiles of one sequence and KV head: all of them or a part."""
+    """Tiles of one sequence and KV head, from the first key to the stored result."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     K_WORDS: gl.constexpr = K_DIM // parts(K_TYPE)
     V_WORDS: gl.constexpr = V_DIM // parts(V_TYPE)
-    RUN: gl.constexpr = 4 if V_WORDS >= 32 else V_WORDS // 8
     KL: gl.constexpr = k_layout(TILE, K_WORDS)
-    VL: gl.constexpr = v_layout(TILE, V_WORDS, RUN, False)
+    VL: gl.constexpr = v_layout(TILE, V_WORDS, run_of(V_WORDS), False)
     begin, end, first_token, seq_len = keys
-
-    block = gl.load(table_ptr + begin * TILE // BLOCK_SIZE)
-    next_block = gl.load(table_ptr + gl.minimum(begin + 1, end - 1) * TILE // BLOCK_SIZE)
+    block = block_of(table_ptr, begin, TILE, BLOCK_SIZE)
+    next_block = block_of(table_ptr, gl.minimum(begin + 1, end - 1), TILE, BLOCK_SIZE)
     row = begin * TILE % BLOCK_SIZE
     k, k_scale = _load(k_pages, block, row, True, K_TYPE, K_WORDS, TILE, KL, MMA)
     v, v_scale = _load(v_pages, block, row, True, V_TYPE, V_WORDS, TILE, VL, MMA)
     q = _queries(q_row, q_stride_h, scale, GROUP, N, K_DIM, K_TYPE, MMA)
-    a0 = gl.zeros([V_WORDS, N], gl.float32, layout=MMA)  # of values i of each word, as are a1, a2, a3
-    a1 = a0
-    a2 = a0
-    a3 = a0
+    a0 = gl.zeros([V_WORDS, N], gl.float32, layout=MMA)
+    sums = (a0, a0, a0, a0)  # weighted values i of each word / v_unit
     total = gl.zeros([TILE, N], gl.float32, layout=MMA)  # of the softmax denominator
     top = gl.full([N], float("-inf"), gl.float32, layout=gl.SliceLayout(0, MMA))  # running maximum of base-2 scores
     v_unit = 1.0
@@ -157,30 +132,25 @@ def _attend(
     for tile in range(begin, end):
         scores = _scores(k, k_scale, q, TILE, N, K_WORDS, K_TYPE, MMA)
         more = tile + 1 < end
-        block = next_block
-        after = gl.minimum(tile + 2, end - 1) * TILE  # its block is asked for now: no two latencies in a row
-        next_block = gl.load(table_ptr + after // BLOCK_SIZE)
+        block = next_block  # the one after is asked for now: no two latencies in a row
+        next_block = block_of(table_ptr, gl.minimum(tile + 2, end - 1), TILE, BLOCK_SIZE)
         row = (tile + 1) * TILE % BLOCK_SIZE
         k, k_scale = _load(k_pages, block, row, more, K_TYPE, K_WORDS, TILE, KL, MMA)
-        if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-            scores = softcap * (1.0 - 2.0 / (gl.exp2(scores) + 1.0))
-        edge = tile * TILE + TILE > seq_len
-        if WINDOW:
-            edge = edge | (tile * TILE < first_token)
-        if edge:
+        if SOFTCAP:
+            scores = capped(scores, softcap)
+        if at_edge(tile, first_token, seq_len, TILE, WINDOW):
             scores, v, v_scale = _living(
                 first_token - tile * TILE, seq_len - tile * TILE, scores, v, v_scale, V_TYPE, TILE, VL, MMA
             )
         weights, decay, total, top, v_unit = _weigh(scores, v_scale, total, top, v_unit, V_TYPE, MMA)
-        a0, a1, a2, a3 = _add_values(v, weights, decay, a0, a1, a2, a3, TILE, V_WORDS, RUN, V_TYPE, MMA)
+        sums = _add_values(v, weights, decay, sums, TILE, V_WORDS, V_TYPE, MMA)
         v, v_scale = _load(v_pages, block, row, more, V_TYPE, V_WORDS, TILE, VL, MMA)
-
     whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr = results
     factor = v_unit * inverse_denominator(top, gl.sum(total, 0), whole, lse_ptr, sinks_ptr, GROUP, SINKS)
     if whole:
-        _store(out_ptr, a0, a1, a2, a3, factor, parts(V_TYPE), V_WORDS, RUN, N, GROUP)
+        _store(out_ptr, sums, factor, parts(V_TYPE), V_WORDS, N, GROUP)
     else:
-        _store(partial_ptr, a0, a1, a2, a3, factor, parts(V_TYPE), V_WORDS, RUN, N, GROUP)
+        _store(partial_ptr, sums, factor, parts(V_TYPE), V_WORDS, N, GROUP)
 
 
 @gluon.jit
@@ -240,12 +210,7 @@ def _scores(
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     products = gl.zeros([TILE, N], gl.float32, layout=MMA) - bias[None, :]
     if parts(TYPE) == 4:
-        k0, k1, k2, k3 = k_codes(k, TYPE)
-        products = mma_v2(k_operand(k0, TILE, WORDS, A), q0, products)
-        products = mma_v2(k_operand(k1, TILE, WORDS, A), q1, products)
-        products = mma_v2(k_operand(k2, TILE, WORDS, A), q2, products)
-        products = mma_v2(k_operand(k3, TILE, WORDS, A), q3, products)
-        products = products * k_scale.to(gl.float32)[:, None]
+        products = add_code_products(products, k, q0, q1, q2, q3, TYPE, WORDS, A) * k_scale.to(gl.float32)[:, None]
     else:
         k0, k1 = k_pairs(k, TYPE)
         products = mma_v2(k_operand(k0, TILE, WORDS, A), q0, products)
@@ -287,22 +252,22 @@ def _weigh(scores, v_scale, total, top, v_unit, TYPE: gl.constexpr, MMA: gl.cons
 
 @gluon.jit
 def _add_values(
-    v, weights, decay, a0, a1, a2, a3,
-    TILE: gl.constexpr, WORDS: gl.constexpr, RUN: gl.constexpr, TYPE: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
+    v, weights, decay, sums, TILE: gl.constexpr, WORDS: gl.constexpr, TYPE: gl.constexpr, MMA: gl.constexpr
+):
     """Weighted values, `[WORDS, N]` of values i of each word: what there was, times `decay`, + V^T weights."""
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    v = gl.convert_layout(v, v_layout(TILE, WORDS, RUN, True), assert_trivial=True)
+    a0, a1, a2, a3 = sums
     a0 = a0 * decay[None, :]
     a1 = a1 * decay[None, :]
     if parts(TYPE) == 4:
-        v0, v1, v2, v3 = v_codes(v, TYPE)
-        a0 = mma_v2(v_operand(v0, TILE, WORDS, RUN, A), weights, a0)
-        a1 = mma_v2(v_operand(v1, TILE, WORDS, RUN, A), weights, a1)
-        a2 = mma_v2(v_operand(v2, TILE, WORDS, RUN, A), weights, a2 * decay[None, :])
-        a3 = mma_v2(v_operand(v3, TILE, WORDS, RUN, A), weights, a3 * decay[None, :])
+        v0, v1, v2, v3 = code_values(v, TYPE, WORDS, A)
+        a0 = mma_v2(v0, weights, a0)
+        a1 = mma_v2(v1, weights, a1)
+        a2 = mma_v2(v2, weights, a2 * decay[None, :])
+        a3 = mma_v2(v3, weights, a3 * decay[None, :])
     else:
-        v0, v1 = v_pairs(v, TYPE)
+        RUN: gl.constexpr = run_of(WORDS)
+        v0, v1 = v_pairs(gl.convert_layout(v, v_layout(TILE, WORDS, RUN, True), assert_trivial=True), TYPE)
         a0 = mma_v2(v_operand(v0, TILE, WORDS, RUN, A), weights, a0)
         a1 = mma_v2(v_operand(v1, TILE, WORDS, RUN, A), weights, a1)
     return a0, a1, a2, a3
@@ -310,10 +275,12 @@ def _add_values(
 
 @gluon.jit
 def _store(
-    ptr, a0, a1, a2, a3, factor,
-    PARTS: gl.constexpr, WORDS: gl.constexpr, RUN: gl.constexpr, N: gl.constexpr, GROUP: gl.constexpr,
+    ptr, sums, factor,
+    PARTS: gl.constexpr, WORDS: gl.constexpr, N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """All heads into `[GROUP, V_DIM]` at `ptr`: 16 bytes per lane and store, in the order of channels."""
+    RUN: gl.constexpr = run_of(WORDS)
+    a0, a1, a2, a3 = sums
     a0 = a0 * factor[None, :]
     a1 = a1 * factor[None, :]
     if PARTS == 4:

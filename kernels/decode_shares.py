@@ -94,6 +94,39 @@ def share(
 
 
 @triton.jit
+def next_piece(begin, end, seq, before, seq_lens_ptr, kv_heads, window, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """What of the share `[begin, end)` is computed next: tiles of one head.
+
+    Its sequence, one head's tiles before that, the KV head, whether the tiles are its first ones and whether they are
+    all it has, and the keys: first tile, tile after the last, first token that the query sees, tokens.
+    """
+    seq_len = tl.load(seq_lens_ptr + seq)
+    first_token, first_tile, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
+    while begin >= (before + tiles) * kv_heads:
+        before += tiles
+        seq += 1
+        seq_len = tl.load(seq_lens_ptr + seq)
+        first_token, first_tile, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
+    offset = begin - before * kv_heads
+    skipped = offset % tiles
+    count = tl.minimum(tiles - skipped, end - begin)
+    keys = (first_tile + skipped, first_tile + skipped + count, first_token, seq_len)
+    return seq, before, offset // tiles, skipped == 0, count == tiles, keys
+
+
+@triton.jit
+def result_pointers(
+    out_ptr, partial_ptr, lse_ptr, sinks_ptr, program, seq, kv_head, kv_heads, first, whole,
+    GROUP: tl.constexpr, V_DIM: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Whether a piece is a whole head, and where its heads' rows of each tensor begin: a part has slot 1 or 0."""
+    row = (seq.to(tl.int64) * kv_heads + kv_head) * GROUP
+    slot = (program * 2 + first.to(tl.int32)) * GROUP
+    sink = (seq.to(tl.int64) * kv_heads * (SINKS // 2) + kv_head) * GROUP
+    return whole, out_ptr + row * V_DIM, partial_ptr + slot * V_DIM, lse_ptr + slot, sinks_ptr + sink
+
+
+@triton.jit
 def _cut_share(seq_lens_ptr, program, kv_heads, window, living, parts, each, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """The share of a program, sequences cut alike, as `share` has it (counted from the sequence on where it begins)."""
     heads = living * kv_heads

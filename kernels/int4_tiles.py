@@ -12,7 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from hf_paged.kernels.register_tiles import v_codes, v_layout, v_operand
+from hf_paged.kernels.register_tiles import code_values, run_of
 
 CODE_UNIT = gl.constexpr(2.0**24)  # a code read as fp16 bits is code / CODE_UNIT
 
@@ -54,12 +54,6 @@ def head_layout(rows, heads):
     """`[rows, heads]` where a lane holds head lane % 4 of rows lane // 4 + 8 i: one half of a product's columns."""
     registers = [[0, 4 << i] for i in range(_log2(heads // 4))] + [[1 << i, 0] for i in range(3, _log2(rows))]
     return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [], [], [rows, heads])
-
-
-@gluon.constexpr_function
-def run_of(dim):
-    """Words of 8-bit values that a lane loads at once."""
-    return 4 if dim >= 128 else dim // 32
 
 
 @gluon.jit
@@ -219,13 +213,7 @@ def value_operands(v, TYPE: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr,
         v2 = int4_v_operand(v2, TILE, WIDTH, A)
         v3 = int4_v_operand(v3, TILE, WIDTH, A)
     else:
-        RUN: gl.constexpr = run_of(DIM)
-        v = gl.convert_layout(v, v_layout(TILE, WIDTH, RUN, True), assert_trivial=True)
-        v0, v1, v2, v3 = v_codes(v, TYPE)
-        v0 = v_operand(v0, TILE, WIDTH, RUN, A)
-        v1 = v_operand(v1, TILE, WIDTH, RUN, A)
-        v2 = v_operand(v2, TILE, WIDTH, RUN, A)
-        v3 = v_operand(v3, TILE, WIDTH, RUN, A)
+        v0, v1, v2, v3 = code_values(v, TYPE, WIDTH, A)
     return v0, v1, v2, v3
 
 
@@ -244,7 +232,7 @@ def store_heads(
         _store_rows(ptr, low, factor * CODE_UNIT, low_zero, DIM, GROUP)
         _store_rows(ptr + DIM // 2, high, factor * (CODE_UNIT * 0.0625), high_zero, DIM, GROUP)
     else:  # row 8 (RUN y + x) + r is word RUN (8 y + r) + x, see `register_tiles.v_operand`
-        RUN: gl.constexpr = run_of(DIM)
+        RUN: gl.constexpr = run_of(WIDTH)
         x = gl.join(gl.join(a0, a2), gl.join(a1, a3))  # value 2 i + j at [i, j]
         x = x.reshape([WIDTH // (8 * RUN), RUN, 8, N, 2, 4]).permute([3, 0, 2, 1, 5, 4]).reshape([N, DIM, 2])
         low, _ = gl.split(x)

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from hf_paged.kernels.tiles import add_sinks
 
 INT8_BIAS = gl.constexpr(1152.0)  # an int8 code read as fp16 bits 0x6480 + code
 
@@ -37,6 +40,12 @@ def v_layout(tile, words, run, pairs_first):
     registers = [[1, 0], *consecutive, *more] if pairs_first else [*consecutive, [1, 0], *more]
     lanes = [[2, 0], [4, 0], [0, run], [0, 2 * run], [0, 4 * run]]
     return gl.DistributedLinearLayout(registers, lanes, [], [], [tile, words])
+
+
+@gluon.constexpr_function
+def run_of(words):
+    """Words of a row of V that a lane loads at once."""
+    return 4 if words >= 32 else words // 8
 
 
 @gluon.constexpr_function
@@ -183,6 +192,28 @@ def v_operand(x, TILE: gl.constexpr, WORDS: gl.constexpr, RUN: gl.constexpr, A: 
     return gl.convert_layout(x, A, assert_trivial=True)
 
 
+@gluon.jit
+def add_code_products(products, k, q0, q1, q2, q3, TYPE: gl.constexpr, WORDS: gl.constexpr, A: gl.constexpr):
+    """`products` + K q^T of a tile of 8-bit codes."""
+    k0, k1, k2, k3 = k_codes(k, TYPE)
+    products = mma_v2(k_operand(k0, k.shape[0], WORDS, A), q0, products)
+    products = mma_v2(k_operand(k1, k.shape[0], WORDS, A), q1, products)
+    products = mma_v2(k_operand(k2, k.shape[0], WORDS, A), q2, products)
+    return mma_v2(k_operand(k3, k.shape[0], WORDS, A), q3, products)
+
+
+@gluon.jit
+def code_values(v, TYPE: gl.constexpr, WORDS: gl.constexpr, A: gl.constexpr):
+    """A tile of 8-bit codes as four transposed left operands `[WORDS, TILE]`."""
+    TILE: gl.constexpr = v.shape[0]
+    RUN: gl.constexpr = run_of(WORDS)
+    v0, v1, v2, v3 = v_codes(gl.convert_layout(v, v_layout(TILE, WORDS, RUN, True), assert_trivial=True), TYPE)
+    return (
+        v_operand(v0, TILE, WORDS, RUN, A), v_operand(v1, TILE, WORDS, RUN, A),
+        v_operand(v2, TILE, WORDS, RUN, A), v_operand(v3, TILE, WORDS, RUN, A),
+    )  # fmt: skip
+
+
 @gluon.constexpr_function
 def q_layout(n, dim, parts):
     """A lane holds the channels of one head that it multiplies in `k_operand`: 4 words of every 16."""
@@ -247,20 +278,38 @@ def tile_words(ptr, stride, block, row, WORDS: gl.constexpr, TILE: gl.constexpr,
 
 
 @gluon.jit
+def block_of(table_ptr, tile, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The block that holds a tile."""
+    return gl.load(table_ptr + tile * TILE // BLOCK_SIZE)
+
+
+@gluon.jit
+def capped(scores, softcap):
+    """softcap * tanh(x) of scores 2 x, as tanh(x) = 1 - 2 / (exp(2 x) + 1)."""
+    return softcap * (1.0 - 2.0 / (gl.exp2(scores) + 1.0))
+
+
+@gluon.jit
+def at_edge(tile, first_token, seq_len, TILE: gl.constexpr, WINDOW: gl.constexpr):
+    """Whether the query does not see all of a tile."""
+    edge = tile * TILE + TILE > seq_len
+    if WINDOW:
+        edge = edge | (tile * TILE < first_token)
+    return edge
+
+
+@gluon.jit
 def inverse_denominator(top, total, whole, lse_ptr, sinks_ptr, GROUP: gl.constexpr, SINKS: gl.constexpr):
-    """1 / `total` `[N]`, with a sink for a whole head; a part has none, but its base-2 log-sum-exp is stored, and that of
-    a whole head in place of its sink where SINKS is 3.
-    """
+    """1 / `total` `[N]`, with a sink for a whole head. A part has none, but its base-2 log-sum-exp is stored; that of a
+    whole head is stored in place of its sink where SINKS is 3."""
     head = gl.arange(0, top.shape[0], layout=top.type.layout)
     inverse = 1.0 / total
     if whole:
         if SINKS == 3:
             gl.store(sinks_ptr + head, top + gl.log2(total), mask=head < GROUP)
         elif SINKS:
-            sink = gl.load(sinks_ptr + head, mask=head < GROUP, other=0.0).to(gl.float32) * 1.4426950408889634
-            new_top = gl.maximum(top, sink)
-            decay = gl.exp2(top - new_top)
-            inverse = decay / (total * decay + gl.exp2(sink - new_top))
+            total, decay = add_sinks(total, top, sinks_ptr + head, head < GROUP)
+            inverse = decay / total
     else:
         gl.store(lse_ptr + head, top + gl.log2(total), mask=head < GROUP)
     return inverse

@@ -103,3 +103,12 @@ def softmax_step(
     acc = acc * decay[:, None]
     acc = tl.dot(probs.to(V_DOT), dot_operand(v, V_DOT, BYTE_PERMUTE), acc, input_precision="ieee")
     return acc, total, new_top, v_unit
+
+
+@triton.jit
+def add_sinks(total, top, sink_ptrs, live):
+    """Softmax denominators with a sink each, and what sums under the old maxima decay by. Gluon kernels call it too."""
+    sink = tl.load(sink_ptrs, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+    new_top = tl.maximum(top, sink)
+    decay = tl.exp2(top - new_top)
+    return total * decay + tl.exp2(sink - new_top), decay
