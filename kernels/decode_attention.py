@@ -61,8 +61,6 @@ def decode_attention(
     arguments: tuple[Any, ...] = (*operands, *strides, *numbers)
     shape: dict[str, Any] = {
         "GROUP": group,
-        "K_DIM": layer.k.head_dim,
-        "V_DIM": layer.v.head_dim,
         "BLOCK_SIZE": layer.block_size,
         "TILE": config.tile,
         "LEAST": config.least,
@@ -82,6 +80,8 @@ def _launch_registers(arguments: tuple[Any, ...], shape: dict[str, Any], layer: 
     decode_registers_kernel[(config.programs,)](
         *arguments,
         **shape,
+        K_DIM=layer.k.head_dim,
+        V_DIM=layer.v.head_dim,
         N=padded_heads(shape["GROUP"]) if int4 else 8 if shape["GROUP"] <= 8 else 16,
         INT4=int4,
         OVERLAP=config.overlap,
@@ -97,14 +97,7 @@ def _launch_portable(
         *arguments,
         **shape,
         ROWS=max(16, triton.next_power_of_2(shape["GROUP"])),
-        K_BLOCK=channel_block(layer.k.head_dim),
-        V_BLOCK=channel_block(layer.v.head_dim),
-        K_SCALED=not isinstance(layer.k, PlainPages),
-        V_SCALED=not isinstance(layer.v, PlainPages),
-        K_INT4=isinstance(layer.k, GroupPages),
-        V_INT4=isinstance(layer.v, GroupPages),
-        K_DOT=dot_dtype(query, layer.k),
-        V_DOT=dot_dtype(query, layer.v),
+        **page_constants(query, layer),
         BYTE_PERMUTE=config.byte_permute and query.is_cuda,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
@@ -153,6 +146,20 @@ def _join(
         num_warps=4 if many else 1,
         **({"launch_pdl": True} if config.overlap else {}),
     )
+
+
+def page_constants(query: Tensor, layer: LayerKV) -> dict[str, Any]:
+    """What Triton's attention kernels are compiled for: K and V, each in its own format."""
+    constants: dict[str, Any] = {}
+    for side, pages in (("K", layer.k), ("V", layer.v)):
+        constants |= {
+            f"{side}_DIM": pages.head_dim,
+            f"{side}_BLOCK": channel_block(pages.head_dim),
+            f"{side}_SCALED": not isinstance(pages, PlainPages),
+            f"{side}_INT4": isinstance(pages, GroupPages),
+            f"{side}_DOT": dot_dtype(query, pages),
+        }
+    return constants
 
 
 def channel_block(head_dim: int) -> int:
