@@ -80,8 +80,9 @@ def measure_throughput(
     repeats: int = 5,
     tell: Callable[[str], object] = lambda doing: None,
 ) -> Iterator[Result]:
-    """Measure an engine of `make_llm` and each of `baselines`: "dense" (`generate`), "native" (`generate_batch`, two
-    systems: with a bounded pool, and tuned) or "native-as-called" (with nothing set).
+    """Measure an engine of `make_llm` and each of `baselines`: "paged-generate" (`generate` with our cache, all prompts
+    in one call), "dense" (`generate`), "native" (`generate_batch`, two systems: with a bounded pool, and tuned) or
+    "native-as-called" (with nothing set).
 
     Ours warms up on the whole work, or on shorter outputs where that is long, a baseline on its first requests.
 
@@ -97,7 +98,7 @@ def measure_throughput(
     if sampled:
         systems.append(_paged(llm, workload, name="hf_paged, sampled", temperature=0.8, top_p=0.95))
     for name in baselines:
-        systems += [_dense(llm, workload)] if name == "dense" else _natives(llm, workload, name)
+        systems += _baselines(llm, workload, name)
     for system in systems:
         tell(f"{workload.name}: {system.name} warms up")
         system.warm_up()
@@ -184,25 +185,38 @@ def _paged(llm: LLM, workload: Workload, *, name: str = "hf_paged", **sampling: 
     )
 
 
-def _dense(llm: LLM, workload: Workload) -> _System:
+def _baselines(llm: LLM, workload: Workload, name: str) -> list[_System]:
+    if name == "dense":
+        return [_generate(llm, workload, name, batch_size=_DENSE_BATCH)]
+    if name == "paged-generate":
+        config = {"kv_cache_dtype": llm.engine.config.kv_cache_dtype, "block_size": llm.engine.config.block_size}
+        options = {"cache_implementation": "paged", "cache_config": config}
+        return [_generate(llm, workload, "generate, paged", batch_size=len(workload.prompt_lens), **options)]
+    return _natives(llm, workload, name)
+
+
+def _generate(llm: LLM, workload: Workload, name: str, *, batch_size: int, **options: Any) -> _System:
     """Static batches in the order of the prompts, each padded on the left and run to its longest output."""
     prompts = workload.prompts(llm.engine.vocab_size)
-    batches = [slice(at, at + _DENSE_BATCH) for at in range(0, len(prompts), _DENSE_BATCH)]
+    batches = [slice(at, at + batch_size) for at in range(0, len(prompts), batch_size)]
     generate: Any = llm.model.generate
 
     def run_batch(batch: slice) -> int:
         longest = max(workload.prompt_lens[batch])
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts[batch]], device=llm.model.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts[batch]], device=ids.device)
+        count = max(workload.output_lens[batch])
         with torch.inference_mode():
-            out = generate(ids, attention_mask=mask, max_new_tokens=max(workload.output_lens[batch]), do_sample=False)
+            out = generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **options)
         return sum(min(length, out.shape[1] - longest) for length in workload.output_lens[batch])
 
+    padded = [max(workload.prompt_lens[batch]) for batch in batches for _ in prompts[batch]]
+    paged = "cache_implementation" in options  # pages hold no padding
     return _System(
-        name="dense",
-        kv_cache="auto",
-        kv_bytes_per_token=dense_bytes_per_token(llm),
-        prompt_lens=[max(workload.prompt_lens[batch]) for batch in batches for _ in prompts[batch]],
+        name=name,
+        kv_cache=llm.engine.config.kv_cache_dtype if paged else "auto",
+        kv_bytes_per_token=llm.engine.kv_cache.bytes_per_token if paged else dense_bytes_per_token(llm),
+        prompt_lens=workload.prompt_lens if paged else padded,
         run=lambda: sum(map(run_batch, batches)),
         warm_up=lambda: run_batch(batches[0]),
     )

@@ -1,20 +1,38 @@
-"""`hf-paged bench throughput | latency | online | memory | kernels`: a table for people, then one JSON line."""
+"""`hf-paged bench throughput | latency | online | steps | start | memory | kernels`: a table for people, then one JSON
+line.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from hf_paged import cli_support as cli
+from hf_paged.cli_bench_parts import kernels, memory
+from hf_paged.cli_bench_support import (
+    BenchModel,
+    KVFormats,
+    MaxBatchedTokens,
+    MaxModelLen,
+    NumBlocks,
+    OutputTokens,
+    PromptTokens,
+    Repeats,
+    WeightBits,
+    WorkloadName,
+    Workloads,
+    load_model,
+    make_table,
+    report,
+)
 from hf_paged.cli_eval_support import KVScales, PlotFile, check_plot, formats_of
 from hf_paged.config import EngineConfig
-from hf_paged.eval.memory import BLOCK_SIZES, dense_waste, paged_waste
 from hf_paged.eval.workload import Workload, make_workload
 
 if TYPE_CHECKING:
@@ -27,49 +45,11 @@ bench = typer.Typer(
 )
 
 
-class Kernel(str, Enum):
-    decode = "decode"
-    prefill = "prefill"
-    write = "write"
-
-
 class Baseline(str, Enum):
+    paged_generate = "paged-generate"
     dense = "dense"
     native = "native"
     native_as_called = "native-as-called"
-
-
-BenchModel = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A model folder or hub name, or a shape with random weights: llama-2-7b, llama-2-13b, llama-2-70b, "
-        "llama-3-8b, smollm2.",
-        show_default=False,
-    ),
-]
-_WORKLOADS = (
-    "bN (N prompts of 512 tokens), longN (8,192), raggedN (128..1024; beyond 128 prompts also 16..512 new "
-    "tokens each), shared-prefix (64 prompts, 2,048 tokens in common) or burst (256 ragged ones at once)"
-)
-WorkloadName = Annotated[str, typer.Option("--workload", help=f"{_WORKLOADS}.")]
-Workloads = Annotated[
-    list[str] | None, typer.Option("--workload", help=f"{_WORKLOADS}; may be repeated; default: ragged128.")
-]
-PromptTokens = Annotated[str | None, typer.Option(help="Another prompt length, e.g. 64, or range, e.g. 16..256.")]
-OutputTokens = Annotated[
-    str | None, typer.Option("--new-tokens", help="Another number of new tokens, e.g. 64, or range, e.g. 16..512.")
-]
-KVFormats = Annotated[
-    list[str] | None, typer.Option("--kv-cache-dtype", help="Formats, e.g. auto,fp8,int8; default: auto.")
-]
-WeightBits = Annotated[
-    int | None, typer.Option(min=2, max=8, help="Store the linears of a shape as GPTQ does, in groups of 128.")
-]
-MaxBatchedTokens = Annotated[int, typer.Option(help="Tokens per step.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence; default: what the model was made for.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Runs after the warm-up; the median counts.")]
-NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; default: what the workload needs.")]
 
 
 @bench.command()
@@ -82,8 +62,8 @@ def throughput(
     baseline: Annotated[
         list[Baseline] | None,
         typer.Option(
-            help="Also dense generate, native generate_batch with a bounded pool and tuned, or that with nothing set, "
-            "which takes most of the memory; may be repeated."
+            help="Also generate with our cache, dense generate, native generate_batch with a bounded pool and tuned, "
+            "or that with nothing set, which takes most of the memory; may be repeated."
         ),
     ] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Also at temperature 0.8 and top-p 0.95.")] = False,
@@ -111,10 +91,10 @@ def throughput(
     from hf_paged.eval.machine import measure_machine
     from hf_paged.eval.throughput import weight_sizes
 
-    loaded = _load(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
+    loaded = load_model(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
     machine = measure_machine(loaded.device, loaded.dtype)
     title = f"{model}, {', '.join(map(str, works))}"
-    table = _table(title, "workload", "seconds", "range", "tokens/s", "of ceiling", "ms a step", "least")
+    table = make_table(title, "workload", "seconds", "range", "tokens/s", "of ceiling", "ms a step", "least")
     results = []
     others = [choice.value for choice in baseline or ()]
     for result in _throughputs(loaded, works, machine, formats, options, others, sampled=sampled, repeats=repeats):
@@ -122,7 +102,7 @@ def throughput(
         results.append(result)
         cli.ERR.print(", ".join(_throughput_row(result)), highlight=False)
     facts = {"model": model, "dtype": str(loaded.dtype), "weight_bits": weight_bits}
-    _report(table, machine, works, results, **facts, **weight_sizes(loaded))
+    report(table, machine, works, results, **facts, **weight_sizes(loaded))
     if plot is not None:  # last: a picture that fails costs no result
         from hf_paged.eval.plots import plot_throughput
 
@@ -188,7 +168,7 @@ def latency(
     work = cli.checked(make_workload, {"name": "b1", "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
     from hf_paged.eval.latency import measure_latency
 
-    loaded = _load(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
+    loaded = load_model(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
     results = []
     for kv_format in formats:
         machine, found = measure_latency(
@@ -196,13 +176,13 @@ def latency(
             engine_options=options | {"kv_cache_dtype": kv_format},
         )  # fmt: skip
         results += found
-    table = _table(f"{model}, {work}", "first token ms", "least", "p50 ms", "p90 ms", "p99 ms", "least")
+    table = make_table(f"{model}, {work}", "first token ms", "least", "p50 ms", "p90 ms", "p99 ms", "least")
     for result in results:
         figures = (
             result.first_token, result.first_ceiling, result.p50, result.p90, result.p99, result.ceiling,
         )  # fmt: skip
         table.add_row(result.system, result.kv_cache, *(f"{figure:.2f}" for figure in figures))
-    _report(table, machine, [work], results, model=model, dtype=str(loaded.dtype), weight_bits=weight_bits)
+    report(table, machine, [work], results, model=model, dtype=str(loaded.dtype), weight_bits=weight_bits)
 
 
 @bench.command()
@@ -211,9 +191,18 @@ def online(
     model: BenchModel,
     workload: WorkloadName = "ragged512",
     rate: Annotated[float | None, typer.Option(help="Requests per second; default: all come at once.")] = None,
+    load: Annotated[
+        float | None, typer.Option(help="All at once, then arriving at this share of that rate, e.g. 0.6.")
+    ] = None,
+    arrivals: Annotated[
+        int | None, typer.Option(min=1, help="How many of the requests arrive over time; default: all.")
+    ] = None,
     prompt_tokens: PromptTokens = None,
     new_tokens: OutputTokens = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs after the warm-up; all count.")] = 1,
+    enable_prefix_caching: Annotated[
+        bool | None, typer.Option("--prefix-caching/--no-prefix-caching", help="Default: where prompts share a prefix.")
+    ] = None,
     kv_cache_dtype: cli.KVCacheDType = EngineConfig.kv_cache_dtype,
     block_size: cli.BlockSize = EngineConfig.block_size,
     num_blocks: NumBlocks = EngineConfig.num_blocks,
@@ -227,137 +216,117 @@ def online(
     """Time to the first token and between tokens of requests that arrive over time (Poisson)."""
     options = cli.engine_options(dict(locals()))
     work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
-    from hf_paged.eval.online import check_rate, measure_online
+    from hf_paged.eval.online import check_load, check_rate, measure_online
 
+    if rate is not None and load is not None:
+        raise typer.BadParameter(f"rate={rate} and load={load} both say how often requests come; allowed: one of them")
     if rate is not None:
         cli.checked(check_rate, {"rate": rate})
+    if load is not None:
+        cli.checked(check_load, {"load": load})
+    if arrivals is not None and arrivals > (most := len(work.prompt_lens)):
+        raise typer.BadParameter(f"arrivals={arrivals} is not allowed; allowed: the {most} requests of {work.name}")
     check_plot(plot)
-    loaded = _load(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
-    machine, result = measure_online(
-        loaded, work, rate=math.inf if rate is None else rate, engine_options=options, repeats=repeats
-    )
-    title = f"{model}, {work}, {'all at once' if rate is None else f'{rate:g} requests/s'}"
-    table = _table(title, "tokens/s", "first ms, mean", "p50", "p99", "between ms, p50", "p99")
-    figures = (result.first_mean, result.first_p50, result.first_p99, result.between_p50, result.between_p99)
-    table.add_row(
-        result.system, result.kv_cache, f"{result.tokens_per_s:,.0f}", *(f"{figure:,.2f}" for figure in figures)
-    )
-    _report(table, machine, [work], [result], model=model, dtype=str(loaded.dtype), weight_bits=weight_bits)
+    loaded = load_model(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
+    machine, results = measure_online(
+        loaded, work, rate=math.inf if rate is None else rate, load=load, arrivals=arrivals, engine_options=options,
+        repeats=repeats,
+    )  # fmt: skip
+    table = make_table(
+        f"{model}, {work}", "requests", "a second", "tokens/s", "of ceiling", "first ms, mean", "p50", "p99",
+        "between ms, p50", "p99",
+    )  # fmt: skip
+    for result in results:
+        rates = ("at once" if math.isinf(result.rate) else f"{result.rate:.4g}", f"{result.tokens_per_s:,.0f}")
+        share = "" if result.ceiling is None else f"{result.tokens_per_s / result.ceiling:.1%} of {result.ceiling:,.0f}"
+        times = (result.first_mean, result.first_p50, result.first_p99, result.between_p50, result.between_p99)
+        row = (result.system, result.kv_cache, f"{result.requests}", *rates, share)
+        table.add_row(*row, *(f"{milliseconds:,.2f}" for milliseconds in times))
+    report(table, machine, [work], results, model=model, dtype=str(loaded.dtype), weight_bits=weight_bits)
     if plot is not None:
         from hf_paged.eval.plots import plot_online
 
-        plot_online([result.as_dict() | {"label": title}], plot)
+        plot_online([result.as_dict() | {"label": f"{model}, {result.requests} requests"} for result in results], plot)
 
 
 @bench.command()
 @cli.plain_errors
-def memory(
-    workload: WorkloadName = "ragged64",
-    prompt_tokens: Annotated[str, typer.Option(help="Prompt length or range.")] = "256..2048",
-    new_tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens that every prompt generates; may be repeated.")
+def steps(
+    model: BenchModel,
+    running: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests that decode; may be repeated; default: 1, 64 and 128.")
     ] = None,
-) -> None:
-    """KV slots that a ragged batch holds but does not use.
-
-    For every block size, and for a padded dense cache, by how many tokens every prompt generates: 128, 512 and 1,024
-    where nothing else is said. Needs no model: the lengths decide.
-    """
-    counts = new_tokens or [128, 512, 1024]
-    work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": counts[0]})
-    table = Table(title=f"{work.name}: {len(work.prompt_lens)} prompts of {prompt_tokens} tokens", title_justify="left")
-    for name in ("KV cache", "new tokens", "slots at the peak", "unused", "unused over the run"):
-        table.add_column(name, justify="left" if name == "KV cache" else "right")
-    records = []
-    for count in counts:
-        wastes = [paged_waste(work.prompt_lens, count, block_size) for block_size in BLOCK_SIZES]
-        for waste in (*wastes, dense_waste(work.prompt_lens, count)):
-            shares = (f"{waste.peak_slots:,}", f"{waste.peak_share:.2%}", f"{waste.run_share:.2%}")
-            table.add_row(waste.cache, f"{count:,}", *shares)
-            records.append({"new_tokens": count, **waste.as_dict()})
-        table.add_section()
-    cli.OUT.print(table)
-    cli.OUT.print("A block size of B leaves (B - 1) / 2 slots per request unused on average; the least possible is 0.")
-    print(json.dumps({"workload": work.name, "caches": records}))
-
-
-@bench.command()
-@cli.plain_errors
-def kernels(
-    what: Annotated[list[Kernel] | None, typer.Option("--what", help="May be repeated; default: all.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="mha, gqa4, gqa8; may be repeated; default: all.")] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated; default: 128.")] = None,
-    kv_format: Annotated[
-        list[str] | None,
-        typer.Option("--format", help="bf16, fp16, int8, fp8, int4; may be repeated; default: bf16, int8, fp8."),
-    ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="One case instead of the list.")] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens per sequence, with --batch.")] = 4096,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of their prompts.")] = 512,
+    beside: Annotated[int, typer.Option(min=0, help="Also beside a new prompt of so many tokens in every step.")] = 0,
+    kv_cache_dtype: KVFormats = None,
     block_size: cli.BlockSize = EngineConfig.block_size,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Other launch configurations too.")] = False,
+    num_blocks: NumBlocks = EngineConfig.num_blocks,
+    weight_bits: WeightBits = None,
+    max_model_len: MaxModelLen = EngineConfig.max_model_len,
+    dtype: cli.WeightDType = cli.DType.auto,
+    device: cli.Device = None,
 ) -> None:
-    """Attention and page-write kernels of this GPU beside its read bandwidth and torch's flash attention."""
-    import torch
+    """Time of a step by the clock and of the host, and how long the device is idle in it."""
+    counts = running or [1, 64, 128]
+    formats = formats_of(kv_cache_dtype, default="auto")
+    options = cli.engine_options(dict(locals()) | {"kv_cache_dtype": None})
+    from hf_paged.eval.machine import measure_machine
+    from hf_paged.eval.steps import measure_steps, steps_workload
+    from hf_paged.eval.throughput import make_llm
 
-    if not torch.cuda.is_available():
-        raise ValueError("bench kernels measures a CUDA GPU, and PyTorch finds none on this machine")
-    from hf_paged.eval.kernels_bench import KernelBench, read_bandwidth  # Triton exists on Linux only
-
-    chosen = {"shapes": shape, "head_dims": head_dim, "formats": kv_format, "case": batch and (batch, context)}
-    options = {name: tuple(value) for name, value in chosen.items() if value}
-    run = cli.checked(KernelBench, {**options, "block_size": block_size, "sweep": sweep})
-    bandwidth = read_bandwidth()
-    table = Table("kernel", "shape", "head_dim", "batch x context", "KV", "variant")
-    for name in ("us", "TB/s or TFLOP/s", "of read bandwidth"):
-        table.add_column(name, justify="right")
-    rows = []
-    with cli.ERR.status("measuring"):
-        for row in run.rows([kernel.value for kernel in what or Kernel], bandwidth):
-            rows.append(row)
-            rate = f"{row['tflop_s']:.0f} TFLOP/s" if "tflop_s" in row else f"{row['tb_s']:.2f} TB/s"
-            share = f"{row['percent']:.0f}%" if "percent" in row else ""
-            case = f"{row['batch']:,} x {row['context']:,}"
-            figures = (f"{row['us']:.1f}", rate, share)
-            table.add_row(
-                row["kernel"], row["shape"], str(row["head_dim"]), case, row["format"], row["variant"], *figures
-            )
-    cli.OUT.print(table)
-    cli.OUT.print(f"Ceiling: codes and scales of the live tokens read at {bandwidth:.2f} TB/s.", highlight=False)
-    print(json.dumps({"read_tb_s": bandwidth, "rows": rows}))
+    loaded = load_model(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
+    machine = measure_machine(loaded.device, loaded.dtype)
+    work = steps_workload(max(counts), context=prompt_tokens, beside=beside)
+    title = f"{model}, steps of requests with prompts of {prompt_tokens} tokens"
+    table = make_table(title, "running", "beside", "ms a step", "least", "host ms", "idle ms", "busy")
+    results = []
+    for kv_format in formats:
+        llm = make_llm(loaded, [work], options | {"kv_cache_dtype": kv_format})
+        for count, prompt in ((count, prompt) for count in counts for prompt in ((0, beside) if beside else (0,))):
+            result = measure_steps(llm, machine, running=count, context=prompt_tokens, beside=prompt)
+            times = [f"{result.wall:.3f}", f"{result.ceiling:.3f}"]
+            if result.busy is not None:
+                times += [f"{result.host:.3f}", f"{result.idle:.3f}", f"{result.busy:.2%}"]
+            table.add_row(result.system, result.kv_cache, f"{count}", f"{prompt}", *times)
+            results.append(result)
+        del llm
+    report(table, machine, [work], results, model=model, dtype=str(loaded.dtype), weight_bits=weight_bits)
 
 
-def _load(model: str, *, dtype: str, device: str | None, weight_bits: int | None) -> PreTrainedModel:
-    """A shape with random weights, or a model that is somewhere."""
-    from hf_paged.eval.bench_models import SHAPES, load_bench_model  # not for --help
-
-    cli.quiet_unless_terminal()
-    name = model if model in SHAPES else cli.existing(model)
-    return load_bench_model(name, dtype=dtype, device=cli.usable(device), weight_bits=weight_bits)
-
-
-def _table(title: str, *figures: str) -> Table:
-    table = Table("system", "KV", title=title, title_justify="left")
-    for figure in figures:
-        table.add_column(figure, justify="right")
-    return table
-
-
-def _report(
-    table: Table, machine: Machine, works: Sequence[Workload], results: Sequence[Any], **facts: str | int | None
+@bench.command()
+@cli.plain_errors
+def start(
+    model: BenchModel,
+    cold: Annotated[bool, typer.Option("--cold", help="With an empty cache of compiled kernels; one format.")] = False,
+    kv_cache_dtype: KVFormats = None,
+    num_blocks: NumBlocks = EngineConfig.num_blocks,
+    weight_bits: WeightBits = None,
+    max_model_len: MaxModelLen = EngineConfig.max_model_len,
+    dtype: cli.WeightDType = cli.DType.auto,
+    device: cli.Device = None,
 ) -> None:
+    """Seconds from `LLM(...)` on a model in memory to the first token."""
+    formats = formats_of(kv_cache_dtype, default="auto")
+    if cold and len(formats) > 1:
+        raise typer.BadParameter(f"--cold with {len(formats)} formats: the first leaves compiled kernels; allowed: one")
+    options = cli.engine_options(dict(locals()) | {"kv_cache_dtype": None})
+    from hf_paged.eval.start import empty_kernel_cache, measure_start
+
+    loaded = load_model(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
+    table = make_table(
+        f"{model}, kernel cache {'empty' if cold else 'as it is'}", "LLM() s", "first token s", "KV tokens"
+    )
+    results = []
+    with empty_kernel_cache() if cold else nullcontext():
+        for kv_format in formats:
+            result = measure_start(loaded, cold=cold, engine_options=options | {"kv_cache_dtype": kv_format})
+            times = (f"{result.engine:.2f}", f"{result.first_token:.2f}", f"{result.kv_tokens:,}")
+            table.add_row(result.system, result.kv_cache, *times)
+            results.append(result)
     cli.OUT.print(table)
-    if hasattr(results[0], "ceiling"):
-        cli.OUT.print("Ceiling: weights and live KV read once per step, prompts at the FLOP roof.")
-    cli.OUT.print(str(machine), highlight=False)
-    record = {
-        **facts,
-        "workloads": [
-            {"name": work.name, "prompt_tokens": sum(work.prompt_lens), "new_tokens": work.generated_tokens}
-            for work in works
-        ],
-        "machine": machine.name,
-        "bytes_per_s": machine.bytes_per_s,
-        "flops_per_s": machine.flops_per_s,
-        "results": [result.as_dict() for result in results],
-    }
-    print(json.dumps(record))
+    facts = {"model": model, "dtype": str(loaded.dtype), "weight_bits": weight_bits}
+    print(json.dumps(facts | {"results": [result.as_dict() for result in results]}))
+
+
+bench.command()(cli.plain_errors(memory))
+bench.command()(cli.plain_errors(kernels))

@@ -21,6 +21,7 @@ from hf_paged import cli_generate
 from hf_paged.cli import app
 from hf_paged.cli_bench import bench
 from hf_paged.cli_eval import evaluate
+from hf_paged.eval.workload import make_workload
 from hf_paged.outputs import CompletionOutput, RequestOutput
 from hf_paged.sampling_params import SamplingParams
 
@@ -385,6 +386,34 @@ def test_bench_online_reports_percentiles_over_all_requests(model_path: Path) ->
     assert row["rate"] == 50
     assert 0 < row["first_p50"] <= row["first_p99"]
     assert 0 < row["between_p50"] <= row["between_p99"]
+
+
+def test_bench_online_takes_its_rate_from_that_of_all_at_once(model_path: Path) -> None:
+    options = ("--workload", "ragged4", "--prompt-tokens", "8..16", "--new-tokens", "2..5", "--load", "0.5")
+    result = run("bench", "online", model_path, *options, "--arrivals", "3")
+    assert result.exit_code == 0, result.stderr
+    at_once, arriving = json.loads(result.stdout.splitlines()[-1])["results"]
+    assert (at_once["requests"], at_once["rate"], arriving["requests"], arriving["ceiling"]) == (4, None, 3, None)
+    tokens = sum(make_workload("ragged4", prompt_tokens="8..16", new_tokens="2..5").output_lens)
+    assert arriving["rate"] == pytest.approx(0.5 * at_once["tokens_per_s"] / (tokens / 4))
+    assert at_once["tokens_per_s"] < at_once["ceiling"]
+
+
+def test_bench_steps_times_decodes_alone_and_beside_a_prompt(model_path: Path) -> None:
+    options = ("--running", "1", "--running", "3", "--prompt-tokens", "8", "--beside", "4", "--kv-cache-dtype", "int8")
+    result = run("bench", "steps", model_path, *options)
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout.splitlines()[-1])["results"]
+    assert [(row["running"], row["beside"]) for row in rows] == [(1, 0), (1, 4), (3, 0), (3, 4)]
+    assert all(0 < row["ceiling"] < row["wall"] for row in rows)
+
+
+def test_bench_start_tells_when_the_first_token_came_and_what_fits(model_path: Path) -> None:
+    result = run("bench", "start", model_path, "--kv-cache-dtype", "auto,int8", "--num-blocks", "9")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout.splitlines()[-1])["results"]
+    assert [(row["kv_cache"], row["kv_tokens"]) for row in rows] == [("auto", 256), ("int8", 256)]
+    assert all(0 < row["engine"] < row["first_token"] for row in rows)
 
 
 def test_prompt_files_may_begin_with_a_byte_order_mark_and_must_be_text(tmp_path: Path) -> None:

@@ -84,6 +84,25 @@ def test_a_rate_at_which_no_request_comes_is_refused(model_path: Path, rate: str
     refused(run("bench", "online", model_path, "--rate", rate), 2, "allowed: requests per second")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--load", "1"), "load=1.0 is not allowed"),
+        (("--load", "0.5", "--rate", "2"), "allowed: one of them"),
+        (("--arrivals", "513"), "allowed: the 512 requests of ragged512"),
+    ],
+)
+def test_arrivals_that_contradict_one_another_are_refused(
+    model_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    refused(run("bench", "online", model_path, *options), 2, message)
+
+
+def test_a_cold_start_of_two_formats_is_refused(model_path: Path) -> None:
+    """The second would find what the first had compiled."""
+    refused(run("bench", "start", model_path, "--cold", "--kv-cache-dtype", "auto,int8"), 2, "allowed: one")
+
+
 def test_latency_of_one_token_has_no_time_between_tokens(model_path: Path) -> None:
     refused(run("bench", "latency", model_path, "--new-tokens", "1"), 2, "--new-tokens")
 

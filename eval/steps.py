@@ -1,0 +1,144 @@
+"""What a step of running requests takes: by the clock, of the host's own time, and how long the device is idle in it.
+
+Requests decode in every step; beside them, each step may take one whole prompt in, as it does when others arrive. The
+clock and the host are timed without a profiler, the device's pauses with one: kernels that overlap count once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from hf_paged.eval.machine import Machine, synchronize, timed
+from hf_paged.eval.throughput import greedy, weight_sizes
+from hf_paged.eval.workload import Workload
+from hf_paged.llm import LLM
+
+_WARM_UP = 6  # steps: graphs are captured, and one step is always launched ahead
+_STEPS = 12  # in each of the timings
+_REPEATS = 3
+_WAITING = 4  # prompts beside the others that may hold blocks at once
+_MOST_STEPS = _WARM_UP + (_REPEATS + 2) * _STEPS + 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Milliseconds per step of `running` decodes and a prompt of `beside` tokens.
+
+    `wall`: steps behind one another. `host`: what the host does for a step, while the device waits for it. `idle` and
+    `busy`: how long no kernel runs in a step, and the share of time in which one does. These three are None without a
+    GPU. `ceiling`: weights and live KV read once, or the products, whichever takes longer.
+    """
+
+    system: str
+    kv_cache: str
+    running: int
+    beside: int
+    wall: float
+    host: float | None
+    idle: float | None
+    busy: float | None
+    ceiling: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def steps_workload(most_running: int, *, context: int, beside: int) -> Workload:
+    """What an engine must hold for `measure_steps` of at most so many requests."""
+    lens = (context,) * most_running + (max(beside, 1),) * _WAITING
+    return Workload(name="steps", prompt_lens=lens, output_lens=(_MOST_STEPS,) * len(lens))
+
+
+def measure_steps(llm: LLM, machine: Machine, *, running: int, context: int, beside: int = 0) -> StepResult:
+    """Time steps of `running` requests of `context` prompt tokens, each step beside a new prompt of `beside` tokens."""
+    engine, device = llm.engine, llm.model.device
+    names = [f"decode-{i}" for i in range(running)]
+    ids, count = _random_ids(engine.vocab_size), itertools.count()
+    for name in names:
+        engine.add_request(name, ids(context), greedy(_MOST_STEPS))
+    while any(request.num_computed_tokens < context for request in engine.scheduler.requests.values()):
+        engine.step()
+
+    def step() -> None:
+        if beside:
+            engine.add_request(f"beside-{next(count)}", ids(beside), greedy(1))
+        engine.step()
+
+    def steps() -> None:
+        for _ in range(_STEPS):
+            step()
+
+    for _ in range(_WARM_UP):
+        step()
+    wall = timed(steps, device, repeats=_REPEATS, warmup=0).median / _STEPS
+    host = idle = busy = None
+    if device.type == "cuda":
+        host = _host_milliseconds(step, device)
+        idle, busy = _idle_and_busy(steps)
+    live = running * (context + _MOST_STEPS / 2)
+    for name in names:
+        engine.abort(name)
+    while engine.has_work:
+        engine.step()
+    return StepResult(
+        system="hf_paged",
+        kv_cache=engine.config.kv_cache_dtype,
+        running=running,
+        beside=beside,
+        wall=wall * 1e3,
+        host=host,
+        idle=idle,
+        busy=busy,
+        ceiling=_least_seconds(llm, machine, tokens=running, live=live, beside=beside) * 1e3,
+    )
+
+
+def _random_ids(vocab_size: int) -> Callable[[int], list[int]]:
+    generator = random.Random(0)
+    return lambda length: [generator.randrange(vocab_size) for _ in range(length)]
+
+
+def _host_milliseconds(step: Callable[[], None], device: torch.device) -> float:
+    """Of one step: when the device has done all that it was given, nothing in a step waits for it."""
+    seconds = 0.0
+    for _ in range(_STEPS):
+        synchronize(device)
+        start = time.perf_counter()
+        step()
+        seconds += time.perf_counter() - start
+    synchronize(device)
+    return seconds / _STEPS * 1e3
+
+
+def _idle_and_busy(steps: Callable[[], None]) -> tuple[float, float]:
+    """Milliseconds of a step without a kernel, and the share of time with one, from the second quarter of `steps` on:
+    the first steps find an empty device.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        steps()
+        torch.cuda.synchronize()
+    on_device = (event for event in profile.events() if event.device_type.name == "CUDA")
+    spans = sorted((event.time_range.start, event.time_range.end) for event in on_device)
+    spans = spans[len(spans) // 4 :]
+    first = end = spans[0][0]
+    idle = 0.0
+    for start, stop in spans:
+        idle += max(0.0, start - end)
+        end = max(end, stop)
+    return idle / 1e3 / (_STEPS * 3 / 4), 1 - idle / (end - first)
+
+
+def _least_seconds(llm: LLM, machine: Machine, *, tokens: int, live: float, beside: int) -> float:
+    sizes = weight_sizes(llm.model)
+    products = sizes["linear_parameters"] * tokens
+    if beside:  # only its last token goes through the head
+        products += (sizes["linear_parameters"] - sizes["head_parameters"]) * beside + sizes["head_parameters"]
+    read = sizes["weight_bytes"] + live * llm.engine.kv_cache.bytes_per_token
+    return max(read / machine.bytes_per_s, 2 * products / machine.flops_per_s)
