@@ -1,4 +1,4 @@
-"""Forwards that take the place of a module's own: norm, gated MLP, attention and decoder layer.
+"""Forwards that take the place of a module's own: norm, rotary tables, gated MLP, attention and decoder layer.
 
 Each is put on one module *instance* of a view as its `forward`, so the module tree, its names and its parameters stay
 what they are. They compute what the module computes, with fewer kernels, for inference only. Attention and layers are
@@ -26,6 +26,7 @@ from hf_paged.attention import CONTEXT_KEYWORD
 from hf_paged.joined_linear import Projections, as_packed
 from hf_paged.kernels.fused_ops import add_rms_norm, gated_activation, rms_norm
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
+from hf_paged.kernels.rotary import rotary_tables
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,6 +84,17 @@ class FusedNorm:
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.norm)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedRotary:
+    """The forward of a rotary embedding whose frequencies do not depend on the positions: (cos, sin)."""
+
+    frequencies: Tensor  # [half] fp32
+    scale: float
+
+    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_tables(position_ids, self.frequencies, self.scale, x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -33,10 +33,12 @@ from hf_paged.fusion_patterns import (
     children_of,
     differs,
     is_norm_candidate,
+    is_rotary_candidate,
     recognise_attention,
     recognise_layer,
     recognise_mlp,
     recognise_norm,
+    recognise_rotary,
 )
 from hf_paged.kernels.fused_ops import rope_write
 from hf_paged.kernels.layout import LayerKV, PlainPages
@@ -46,7 +48,7 @@ from hf_paged.kernels.reference_fused import RMSNorm
 _LOUD_ATTENTION = 500.0
 _LOUD_MLP = 60.0
 
-COMPONENTS = ("RMSNorm", "MLP", "attention", "decoder layer", "joined projections", "linear")
+COMPONENTS = ("RMSNorm", "rotary tables", "MLP", "attention", "decoder layer", "joined projections", "linear")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,8 @@ class _Pass:
         for call in calls.values():
             if is_norm_candidate(call.module):
                 self._try("RMSNorm", call, self._norm)
+            elif is_rotary_candidate(call.module):
+                self._try("rotary tables", call, self._rotary)
         for call in calls.values():
             if call.attention is not None:
                 self._try("attention", call, self._attention)
@@ -164,6 +168,15 @@ class _Pass:
         norm = RMSNorm(weight=weight, eps=form.eps, offset=form.offset, cast_first=form.cast_first)
         self._replace(call, FusedNorm(norm=norm), call.kwargs)
         self._norms[module] = norm
+
+    def _rotary(self, call: TracedCall) -> None:
+        fused = recognise_rotary(call)
+        if not (isinstance(call.output, tuple) and len(call.output) == 2):
+            raise NotFused("it gives no pair of tables")
+        for actual, expected in zip(fused(*call.args, **call.kwargs), call.output, strict=True):
+            if error := differs(actual, expected):
+                raise NotFused(f"the fused tables differ: {error}")
+        call.module.forward = fused
 
     def _linear(self, call: TracedCall) -> None:
         module = call.module

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.forward_trace import TracedCall, same_tensor
-from hf_paged.fused_modules import FusedAttention, FusedLayer, FusedMLP, first_output, own_forward
+from hf_paged.fused_modules import FusedAttention, FusedLayer, FusedMLP, FusedRotary, first_output, own_forward
 from hf_paged.joined_linear import Projections, SplitLinear, join, wrapped
 from hf_paged.kernels import reference_fused
 from hf_paged.kernels.reference_fused import ACTIVATIONS, RMSNorm, Rope
@@ -22,6 +22,7 @@ from hf_paged.quant.joined_packed import input_order
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_SIZE = 32768  # largest row of the norm kernel
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 _ACTIVATION_ERROR = 1e-5  # fp32; the two gelus differ by 5e-4
 
 
@@ -91,6 +92,24 @@ def recognise_norm(module: nn.Module) -> RMSNorm:
         if type(expected) is Tensor and expected.dtype == x.dtype and torch.equal(actual, expected):
             return RMSNorm(weight=weight, eps=eps, offset=offset, cast_first=cast_first)
     raise NotFused(f"{type(module).__name__} does not compute an RMSNorm")
+
+
+def is_rotary_candidate(module: nn.Module) -> bool:
+    """A module without parameters or children that holds frequencies, as Transformers' rotary embeddings do."""
+    return isinstance(getattr(module, "inv_freq", None), Tensor) and not any(True for _ in module.parameters())
+
+
+def recognise_rotary(call: TracedCall) -> FusedRotary:
+    """Tables whose frequencies are the same at every position; where they change, the trace need not show it."""
+    module = call.module
+    if getattr(module, "rope_type", None) not in _FIXED_ROPES:
+        raise NotFused(f"{type(module).__name__} may change its frequencies with the length of a sequence")
+    scale, frequencies = getattr(module, "attention_scaling", 1.0), module.inv_freq
+    if not (isinstance(scale, int | float) and isinstance(frequencies, Tensor) and frequencies.dtype == torch.float32):
+        raise NotFused(f"{type(module).__name__} has no fp32 frequencies and one scale")
+    if len(call.args) + len(call.kwargs) != 2 or not set(call.kwargs) <= {"position_ids"}:
+        raise NotFused("it reads more than positions")
+    return FusedRotary(frequencies=frequencies, scale=float(scale))
 
 
 def recognise_activation(module: nn.Module) -> str:

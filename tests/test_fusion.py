@@ -34,6 +34,8 @@ needs_onednn = pytest.mark.skipif(
 KEEPS_LAYERS = ("gpt_neox", "gpt2", "granite", "cohere", "starcoder2", "stablelm")
 KEEPS_MLP = ("gpt_neox", "gpt2", "mixtral", "gpt_oss", "starcoder2")
 KEEPS_ATTENTION = ("olmo2",)
+# Two sets of frequencies, none at all, every angle once or twice in turn.
+KEEPS_ROTARY = ("gemma3_text", "gpt2", "gpt_oss", "cohere")
 KEEPS_LAST = (*KEEPS_LAYERS, *KEEPS_ATTENTION)
 
 
@@ -96,6 +98,7 @@ def test_what_is_fused_in_every_family(family: str) -> None:
         "decoder layer": 0 if family in KEEPS_LAYERS else layers,
         "MLP": 0 if family in KEEPS_MLP else layers,
         "attention": 0 if family in KEEPS_ATTENTION or family == "stablelm" else layers,
+        "rotary tables": 0 if family in KEEPS_ROTARY else 1,
     }
     assert {name: report.component(name).fused for name in expected} == expected
     for name, count in expected.items():
@@ -262,6 +265,13 @@ def test_a_view_goes_without_a_garbage_collection() -> None:
         assert all(layer() is None for layer in layers)
     finally:
         gc.enable()
+
+
+def test_frequencies_that_change_with_the_length_are_not_fused() -> None:
+    """Four tokens of a short context do not show that they do."""
+    model = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    _, report = fused_view(model)
+    assert report.component("rotary tables").fused == 0 and report.component("decoder layer").fused == 3
 
 
 def test_fusion_is_on_unless_refused() -> None:

@@ -20,7 +20,8 @@ from hf_paged.kernels.gated_activation import _gated_activation
 from hf_paged.kernels.gather_channels import _gather_channels
 from hf_paged.kernels.rms_norm import _rms_norm
 from hf_paged.kernels.rope_write import _rope_write
-from hf_paged.kernels.step_tokens import _input_tokens, _likeliest
+from hf_paged.kernels.rotary_tables import _rotary_tables
+from hf_paged.kernels.step_tokens import _input_tokens, _likeliest, _likeliest_parts
 
 arch = int(sys.argv[1])
 
@@ -66,9 +67,14 @@ for constants, warps in ((dict(BLOCK=8192, WHOLE=True), 16), (dict(BLOCK=1024, W
     assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
 tokens = dict.fromkeys(["out_ptr", "ids_ptr", "rows_ptr", "last_ptr"], "*i64")
 build(_input_tokens, tokens, ["count"], [], dict(BLOCK=256), 4)
-logits = {"logits_ptr": "*bf16", **dict.fromkeys(["out_ptr", "last_ptr", "rows_ptr"], "*i64")}
-ptx = build(_likeliest, logits, ["stride", "V"], [], dict(BLOCK=8192), 16)
-assert "cp.async.cg.shared.global" in ptx, ptx  # 16 bytes each, several blocks of a row under way
+parts = {"best_ptr": "*fp32", "token_ptr": "*i32"}
+ptx = build(_likeliest_parts, {**parts, "logits_ptr": "*bf16"}, ["stride", "V"], [], dict(BLOCK=4096), 8)
+assert widest(ptx, r"ld\\.global") == 128, ptx
+tokens = dict.fromkeys(["out_ptr", "last_ptr", "rows_ptr"], "*i64")
+build(_likeliest, {**parts, **tokens}, ["parts"], [], dict(BLOCK=32), 1)
+tables = {**dict.fromkeys(["cos_ptr", "sin_ptr"], "*bf16"), "positions_ptr": "*i64", "frequencies_ptr": "*fp32"}
+ptx = build(_rotary_tables, tables, [], ["scale"], dict(HALF=64, BLOCK=64), 1)
+assert "cos.approx" not in ptx, ptx  # angles reach the length of the context
 FULL = dict(ROTARY_DIM=128, INTERLEAVED=False)
 PLAIN = dict(TRANSFORM=False, V_OFFSET=False, K_ROTATION=1, V_ROTATION=1)
 SMOOTH = dict(TRANSFORM=True, V_OFFSET=True, K_ROTATION=1, V_ROTATION=1)
