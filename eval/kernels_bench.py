@@ -49,7 +49,12 @@ FORMATS = {
     "int4": UINT4,
 }
 SHAPES = {"mha": (32, 32), "gqa4": (32, 8), "gqa8": (64, 8)}  # heads, kv_heads
-DECODE_CASES = [(1, 512), (1, 8192), (1, 32768), (1, 131072), (16, 4096), (64, 2048), (128, 1024), (256, 512)]
+DECODE_CASES = [
+    (1, 512), (1, 8192), (1, 131072), (4, 131072), (16, 512), (16, 4096),
+    (64, 2048), (64, 4096), (64, 8192), (256, 512), (256, 1024), (256, 2048),
+]  # fmt: skip
+RAGGED_CASES = {(64, 2048), (64, 8192), (256, 2048)}  # timed once more with lengths from half the context to all of it
+MOST_BYTES = 4.5e9  # of codes and scales: a larger case tells no more
 PREFILL_CASES = [(8, 1024), (4, 4096), (1, 8192), (1, 32768)]
 ROTATED_BYTES = 4 * 60_000_000
 
@@ -185,19 +190,23 @@ class KernelBench:
         """Rows of the decode kernel, as they are measured."""
         for shape, head_dim, (batch, context), name in self.combinations(DECODE_CASES):
             heads, kv_heads = SHAPES[shape]
-            if 2 * batch * context * kv_heads * head_dim * FORMATS[name].itemsize > 40e9:
+            if 2 * batch * context * kv_heads * head_dim * FORMATS[name].itemsize > MOST_BYTES:
                 continue
             query, layer, metas, traffic = build(
                 batch, context, 1, heads, kv_heads, head_dim, FORMATS[name], self.block_size
             )
-            calls = [
-                partial(decode_attention, query, layer, meta, torch.empty_like(query), **options(head_dim))
-                for meta in metas
-            ]
+            calls = decode_calls(query, layer, metas)
             row = {"kernel": "decode", "shape": shape, "head_dim": head_dim, "batch": batch, "context": context}
             row |= {"format": name, "bytes": traffic}
             default = choose_config(query, layer, batch, context)
             yield row | figures("default", default, seconds(calls, default), traffic, bandwidth)
+            if (batch, context) in RAGGED_CASES:
+                seeded = torch.Generator().manual_seed(0)  # the same lengths for all formats
+                lengths = torch.randint(context // 2, context + 1, (batch,), dtype=torch.int32, generator=seeded).cuda()
+                ragged = decode_calls(query, layer, [replace(meta, seq_lens=lengths) for meta in metas])
+                live = traffic * int(lengths.sum()) // (batch * context)
+                yield row | {"bytes": live} | figures("ragged", default, seconds(ragged, default), live, bandwidth)
+                del ragged
             if self.sweep:
                 tried = {config: seconds(calls, config) for config in decode_variants(default, self.block_size)}
                 for config, time in sorted(tried.items(), key=lambda item: item[1])[:3]:
@@ -247,6 +256,11 @@ class KernelBench:
                 yield from self.prefill()
             else:
                 yield from getattr(self, kernel)(bandwidth)
+
+
+def decode_calls(query: Tensor, layer: LayerKV, metas: Sequence[AttentionMetadata]) -> list[partial]:
+    given = options(query.shape[2])
+    return [partial(decode_attention, query, layer, meta, torch.empty_like(query), **given) for meta in metas]
 
 
 def options(head_dim: int) -> dict[str, Any]:
