@@ -6,6 +6,8 @@ take with the plain-torch definition: a wrong kernel, driver or compiler ends he
 
 from __future__ import annotations
 
+import re
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import torch
@@ -15,6 +17,7 @@ from hf_paged.kernels.fp8_linear import fp8_linear_reference, quantizes_activati
 from hf_paged.kernels.packed_weight import TILE_N, packed_linear_reference
 from hf_paged.quant.fp8 import Fp8Linear
 from hf_paged.quant.linear import PackedLinear
+from hf_paged.quant.scaled_activation import ScaledActivation
 
 _PIECE = 1 << 22  # elements looked at in one go
 _CHECKED_ROWS = 256  # output channels, a multiple of the 64 of a tile
@@ -25,8 +28,12 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def check_values(model: nn.Module) -> list[str]:
-    """Parameters that hold NaN or infinity, as sentences. Offloaded (meta) parameters are not read."""
+    """Parameters that hold NaN or infinity, or are zeros unlike others of their kind, as sentences. Offloaded (meta)
+    parameters are not read.
+    """
     problems = []
+    zeros: dict[str, list[str]] = defaultdict(list)  # a kind, its layers as one -> those of nothing but zeros
+    kinds: Counter[str] = Counter()
     for name, value in model.named_parameters():
         if value.device.type == "meta" or not value.dtype.is_floating_point or value.element_size() < 2:
             continue
@@ -34,7 +41,31 @@ def check_values(model: nn.Module) -> list[str]:
         bad = sum(int((~torch.isfinite(piece)).sum()) for piece in flat.split(_PIECE))
         if bad:
             problems.append(f"tensor {name}: expected finite values, found {bad} NaN or infinite of {value.numel()}")
-    return problems
+        if name.endswith(".weight"):
+            kind = re.sub(r"\d+", "#", name)
+            kinds[kind] += 1
+            if not any(bool(piece.any()) for piece in flat.split(_PIECE)):  # the first answers for nearly all
+                zeros[kind].append(name)
+    for name, module in model.named_modules():
+        if isinstance(module, ScaledActivation) and module.scales.device.type != "meta" and (module.scales <= 0).any():
+            problems.append(f"tensor {name}.scales: expected scales > 0, which activations are divided by")
+    odd = [name for kind, names in zeros.items() if len(names) < kinds[kind] for name in names]
+    return problems + [f"tensor {name}: expected a weight, found only zeros: the file is damaged" for name in odd]
+
+
+def check_order(model: nn.Module) -> list[str]:
+    """Linears in the natural order of channels where the label says act-order and others have it, as sentences."""
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    asked = {n: m.perm is not None for n, m in linears.items() if m.layout.act_order and m.layout.groups > 1}
+    if not any(asked.values()):
+        return []  # static groups, or an order that was never made
+    suffix = {"compressed": "weight_g_idx", "int8": "weight_g_idx"}
+    return [
+        f"tensor {name}.{suffix.get(linears[name].layout.kind, 'g_idx')}: expected an act-order, as "
+        f"{sum(asked.values())} others have, found the natural order: the file is damaged"
+        for name, ordered in asked.items()
+        if not ordered
+    ]
 
 
 def check_kernels(model: nn.Module) -> None:

@@ -113,6 +113,16 @@ class CheckpointConfig(QuantizationConfigMixin):
         """Rows and columns that one scale of the block-scaled FP8 weight of `module` covers."""
         return _block("weight_block_size", self.fields.get("weight_block_size"))
 
+    def fp8_grain(self, module: str) -> str | None:
+        """What one scale of an FP8 weight covers, in the words of `consistency.grain`; None: it does not say."""
+        if "weight_block_size" not in self.fields:
+            return None
+        return "one scale for {} x {} weights".format(*self.fp8_block(module))
+
+    def static_activations(self, module: str) -> bool:
+        """Whether the file is to hold a scale for the activations of an FP8 linear."""
+        return self.fields.get("activation_scheme") == "static"
+
     def quantizes_activations(self, module: str) -> bool:
         """Whether an FP8 linear quantizes its activations too (with `input_scale` in the file it always does)."""
         return True
@@ -128,6 +138,10 @@ class AwqConfig(CheckpointConfig, transformers.AwqConfig):
 
     _method = QuantizationMethod.AWQ
     _layouts = ("gemm", "gemv", "gemv_fast", "llm-awq", "exllama", "ipex")
+
+    def label(self, module: str) -> Label:
+        zero_point, label = _switch(self.fields, "zero_point"), super().label(module)
+        return label if zero_point is None else replace(label, symmetric=not zero_point)
 
     @staticmethod
     def _format(fields: Mapping[str, Any]) -> str:
@@ -177,6 +191,9 @@ class FineGrainedFP8Config(CheckpointConfig, transformers.FineGrainedFP8Config):
 
     _method = QuantizationMethod.FP8
 
+    def label(self, module: str) -> Label:
+        return replace(super().label(module), floating=True)
+
 
 class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsConfig):
     """`quant_method: compressed-tensors`; its `config_groups` say bits and group size per target."""
@@ -186,7 +203,7 @@ class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsCo
     def label(self, module: str) -> Label:
         weights = _mapping("config_groups weights", self._group(module).get("weights"))
         if weights.get("type") != "int":
-            return Label(method=self.quant_method.value)
+            return Label(method=self.quant_method.value, floating=weights.get("type") == "float")
         return Label(
             bits=_integer(weights, "num_bits"),
             group_size=_integer(weights, "group_size") or -1,
@@ -219,6 +236,16 @@ class CompressedTensorsConfig(CheckpointConfig, transformers.CompressedTensorsCo
     def fp8_block(self, module: str) -> tuple[int, int]:
         weights = _mapping("config_groups weights", self._group(module).get("weights"))
         return _block("config_groups weights.block_structure", weights.get("block_structure"))
+
+    def fp8_grain(self, module: str) -> str | None:
+        strategy = _mapping("config_groups weights", self._group(module).get("weights")).get("strategy")
+        if strategy == "block":
+            return "one scale for {} x {} weights".format(*self.fp8_block(module))
+        return {"tensor": "one scale", "channel": "one scale for each output channel"}.get(str(strategy))
+
+    def static_activations(self, module: str) -> bool:
+        activations = self._group(module).get("input_activations")
+        return isinstance(activations, Mapping) and activations.get("dynamic") is False
 
     def _group(self, module: str) -> Mapping[str, Any]:
         """The group of `config_groups` that names `module` most closely: by its name, a pattern, its class, in this

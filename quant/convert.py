@@ -41,6 +41,7 @@ class Repack(ConversionOps):
         """`device_of`: where a module, by its name, is to be."""
         self.problems, self.files, self.device_of = problems, files, device_of
         self.missing: set[str] = set()  # what has not been loaded yet, by Transformers' account
+        self.failed: set[str] = set()  # modules of which a problem was told
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Repack:
         return self  # Transformers copies the converter per module; the list of problems is one
@@ -81,6 +82,7 @@ class Repack(ConversionOps):
             return packed_parameters(formats.read(name, module.layout, one))
         except ValueError as error:
             self.problems.append(str(error))
+            self.failed.add(name)
             return {}
 
 

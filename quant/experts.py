@@ -17,7 +17,7 @@ from hf_paged.kernels.fp8_linear import fp8_linear
 from hf_paged.kernels.packed_linear import expert_rows_linear, lock_count, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, field_bits, packed_shape
 from hf_paged.quant import formats
-from hf_paged.quant.fp8 import Fp8Layout, check_fp8_codes, check_fp8_scale, fp8_weight
+from hf_paged.quant.fp8 import Fp8Layout, check_fp8, fp8_weight
 from hf_paged.quant.header import torch_dtype
 from hf_paged.quant.layout import Layout
 from hf_paged.quant.linear import packed_parameters
@@ -103,10 +103,8 @@ class Fp8Stack(nn.Module):
         self.register_buffer("locks", torch.zeros(lock_count(layout.out_features), dtype=torch.int32), persistent=False)
 
     def read(self, name: str, tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor | None]:
-        for suffix, values in tensors.items():
-            check = check_fp8_codes if suffix == "weight" else check_fp8_scale
-            for expert, value in enumerate(values):
-                check(f"{name}[{expert}].{suffix}", value)
+        for expert in range(self.experts):
+            check_fp8(f"{name}[{expert}]", {suffix: values[expert] for suffix, values in tensors.items()})
         return {suffix: _stack(list(values), None) for suffix, values in tensors.items()}
 
     def file_tensors(self) -> list[dict[str, Tensor]]:

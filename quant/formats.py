@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.quant import packing
+from hf_paged.quant.damage import check_finite, check_weight
 from hf_paged.quant.layout import Layout, gemv_width
 from hf_paged.quant.weight import QuantizedWeight
 from hf_paged.quant.zero_points import stored_zero_offset
@@ -25,22 +26,18 @@ def read(name: str, layout: Layout, tensors: Mapping[str, Tensor], *, mask_zeros
     unmasked: only useful to compare with that code. Raises ValueError naming the tensor whose values cannot be used.
     """
     weight = _READERS[layout.kind](name, layout, tensors, mask_zeros)
-    _check_scales(f"{name}.{layout.scales_name}", weight.scales)
+    check_weight(
+        weight,
+        codes=f"{name}.{layout.codes_name}",
+        zeros=f"{name}.{layout.zeros_name}",
+        scales=f"{name}.{layout.scales_name}",
+    )
     return weight
 
 
 def write(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
     """The tensors a file of this layout holds for `weight`, by suffix; GPTQ zeros follow the label of `layout`."""
     return _WRITERS[layout.kind](layout, weight)
-
-
-def _check_scales(name: str, scales: Tensor) -> None:
-    bad = int((~torch.isfinite(scales)).sum())
-    if bad:
-        raise ValueError(
-            f"tensor {name}: expected finite scales, found {bad} NaN or infinite of {scales.numel()}; the file "
-            "is damaged or was quantized with overflowing weights"
-        )
 
 
 def _check_g_idx(name: str, g_idx: Tensor, layout: Layout) -> Tensor | None:
@@ -130,9 +127,9 @@ def _write_awq_gemv(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor
 
 def _read_interleaved(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
     codes = packing.unpack_interleaved(tensors["qweight"])
-    suffix = "scaled_zeros" if layout.kind == "llm_awq" else "qzeros"
+    suffix = layout.zeros_name
     scales = tensors["scales"][: layout.groups].contiguous()
-    _check_scales(f"{name}.scales", scales)
+    check_finite(f"{name}.scales", scales)
     scaled = tensors[suffix][: layout.groups].float()
     zeros = torch.round(torch.where(scales == 0, 0.0, -scaled / scales.float()))
     low, high = float(zeros.min()), float(zeros.max())
@@ -146,11 +143,10 @@ def _read_interleaved(name: str, layout: Layout, tensors: Mapping[str, Tensor], 
 def _write_interleaved(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
     pad = (0, 0, 0, gemv_width(layout.in_features, layout.group_size) * 8 - layout.groups)
     scaled = (-weight.scales.float() * _zeros(weight).float()).to(weight.scales.dtype)
-    suffix = "scaled_zeros" if layout.kind == "llm_awq" else "qzeros"
     return {
         "qweight": packing.pack_interleaved(weight.codes),
         "scales": torch.nn.functional.pad(weight.scales, pad),
-        suffix: torch.nn.functional.pad(scaled, pad),
+        layout.zeros_name: torch.nn.functional.pad(scaled, pad),
     }
 
 

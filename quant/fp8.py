@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hf_paged.kernels.fp8_linear import Fp8Weight, fp8_linear
 from hf_paged.kernels.packed_linear import lock_count
+from hf_paged.quant.damage import is_constant
 from hf_paged.quant.header import torch_dtype
 from hf_paged.quant.layout import FLOATS, TensorSpec
 
@@ -120,10 +121,7 @@ class Fp8Linear(nn.Module):
 
     def check(self, name: str) -> None:
         """Raise ValueError for values that cannot be meant."""
-        check_fp8_codes(f"{name}.weight", self.weight)
-        for suffix in (self.layout.scale_name, self.layout.static_name):
-            if suffix is not None:
-                check_fp8_scale(f"{name}.{suffix}", getattr(self, suffix))
+        check_fp8(name, {suffix: getattr(self, suffix) for suffix in self.layout.tensors if suffix != "bias"})
 
     def forward(self, x: Tensor) -> Tensor:
         out = fp8_linear(x.reshape(-1, self.in_features), self.fp8_weight, self.bias, self.locks)
@@ -141,16 +139,26 @@ def fp8_weight(layout: Fp8Layout, codes: Tensor, scale: Tensor, input_scale: Ten
     )
 
 
-def check_fp8_codes(name: str, codes: Tensor) -> None:
-    """Raise ValueError when a code is NaN (all bits but the sign; e4m3 has no infinity)."""
+def check_fp8(name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for values that cannot be meant: NaN (all bits but the sign; e4m3 has no infinity), scales that
+    are infinite, negative or all 0, and nothing but zeros under scales that differ. One scale may be 0, and so may a
+    weight, of which every writer makes constant scales.
+    """
+    codes = tensors["weight"]
     pieces = codes.reshape(-1).view(torch.uint8).split(1 << 22)  # a sum of flags takes eight bytes for each
     bad = sum(int(((piece & 0x7F) == 0x7F).sum()) for piece in pieces)
     if bad:
-        raise ValueError(f"tensor {name}: expected finite values, found {bad} NaN of {codes.numel()}")
-
-
-def check_fp8_scale(name: str, scale: Tensor) -> None:
-    """Raise ValueError when a scale is NaN, infinite or negative (zero: an all-zero channel, allowed)."""
-    bad = int((~torch.isfinite(scale) | (scale < 0)).sum())
-    if bad:
-        raise ValueError(f"tensor {name}: expected finite scales >= 0, found {bad} others of {scale.numel()}")
+        raise ValueError(f"tensor {name}.weight: expected finite values, found {bad} NaN of {codes.numel()}")
+    empty = not any(bool((piece & 0x7F).any()) for piece in pieces)  # the first piece answers for nearly all
+    for suffix, scale in tensors.items():
+        if suffix == "weight":
+            continue
+        bad = int((~torch.isfinite(scale) | (scale < 0)).sum())
+        if bad:
+            raise ValueError(
+                f"tensor {name}.{suffix}: expected finite scales >= 0, found {bad} others of {scale.numel()}"
+            )
+        if not empty and not bool(scale.any()):
+            raise ValueError(f"tensor {name}.{suffix}: expected a scale other than 0: the file is damaged")
+        if empty and not is_constant(scale):
+            raise ValueError(f"tensor {name}.weight: expected a weight, found only zeros: the file is damaged")

@@ -60,7 +60,8 @@ class Header:
 
 
 def read_header(files: Iterable[str], *, allow_bin: bool = False) -> Header:
-    """The header of a checkpoint's files. Raises ValueError naming the file that cannot be used, and why."""
+    """The header of a checkpoint's files. Raises ValueError, or OSError for one that is missing, naming
+    the file and why it cannot be used."""
     specs: dict[str, TensorSpec] = {}
     owner: dict[str, str] = {}
     for file in files:
@@ -77,8 +78,10 @@ def read_header(files: Iterable[str], *, allow_bin: bool = False) -> Header:
 
 
 def _file_header(file: str) -> dict[str, TensorSpec]:
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"weight file {file} is missing: the index names it; fetch it")
     if Path(file).stat().st_size == 0:
-        raise ValueError(f"weight file {file}: expected a safetensors file, found 0 bytes")
+        raise ValueError(f"weight file {file}: expected a safetensors file, found 0 bytes; fetch it again")
     if not file.endswith(".safetensors"):
         tensors = torch.load(file, map_location="meta", mmap=True, weights_only=True)
         return {
@@ -92,4 +95,6 @@ def _file_header(file: str) -> dict[str, TensorSpec]:
                 name: TensorSpec(dtype=view.get_dtype(), shape=tuple(view.get_shape())) for name, view in slices.items()
             }
     except SafetensorError as error:
-        raise ValueError(f"weight file {file}: damaged or truncated safetensors file ({error})") from error
+        raise ValueError(
+            f"weight file {file}: damaged or truncated safetensors file ({error}); fetch it again"
+        ) from error

@@ -22,6 +22,7 @@ compressed-tensors also writes `weight_scale` as [N] or [1] where G = 1, and int
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -70,6 +71,7 @@ class Label:
     planar: bool = False  # GPTQ words are planar (gptq_p)
     symmetric: bool | None = None
     act_order: bool | None = None  # groups hold channels that `g_idx` alone tells
+    floating: bool = False  # weights are small floats, not integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +85,28 @@ class Layout:
     group_size: int
     zero_offset: int  # GPTQ only: what the label says; the data may overrule it at reading
     tensors: Mapping[str, TensorSpec]
+    act_order: bool = False  # what the label says: `g_idx` is not the natural order
     stored_offset: int | None = None  # GPTQ only: what all layers of the file say together, where that is clear
 
     @property
     def groups(self) -> int:
         return -(-self.in_features // self.group_size)
+
+    @property
+    def method(self) -> str:
+        """As `Label.method`."""
+        awq = self.kind.startswith(("awq", "llm_awq"))
+        return "awq" if awq else "compressed-tensors" if self.kind in ("compressed", "int8") else "gptq"
+
+    @property
+    def codes_name(self) -> str:
+        return {"compressed": "weight_packed", "int8": "weight"}.get(self.kind, "qweight")
+
+    @property
+    def zeros_name(self) -> str:
+        return {"compressed": "weight_zero_point", "int8": "weight_zero_point", "llm_awq": "scaled_zeros"}.get(
+            self.kind, "qzeros"
+        )
 
     @property
     def scales_name(self) -> str:
@@ -118,6 +137,7 @@ def identify(name: str, found: Mapping[str, TensorSpec], in_features: int, out_f
                     group_size=group_size,
                     zero_offset=label.zero_offset,
                     tensors=dict(found),
+                    act_order=label.act_order is True,
                 )
             failures.append(problem)
     nearest = max(failures, key=lambda failure: failure[0])[1]  # the label's on a tie
@@ -146,7 +166,10 @@ def _ragged(name: str, kind: str, in_features: int, out_features: int, group_siz
 def _kinds(name: str, found: Mapping[str, TensorSpec], label: Label) -> list[str]:
     if "weight_packed" in found:
         return ["compressed"]
-    if found.get("weight", TensorSpec(dtype="", shape=())).dtype == "I8":
+    weight = found.get("weight", TensorSpec(dtype="", shape=()))
+    if weight.dtype == "I8":
+        if label.floating:
+            raise ValueError(f"tensor {name}.weight: expected F8_E4M3, as quantization_config says, found {weight}")
         return ["int8"]
     if "qweight" not in found:
         some = next(iter(found))
@@ -182,6 +205,8 @@ def _check_bits(name: str, bits: int, label: Label) -> None:
 def _check_promised(name: str, kind: str, found: Mapping[str, TensorSpec], label: Label) -> None:
     """Refuse a file that lost a tensor which others may lack: without it the weight is another."""
     zeros, order = _PROMISED.get(kind, ("", ""))
+    if kind == "int8" and math.prod(found["weight_scale"].shape) < _MANY:
+        zeros = ""  # left out where all of them are 0, which a few may be
     for suffix, missed, meaning in (
         (zeros, label.symmetric is False, "quantized with zero points"),
         (order, label.act_order is True, "in act-order"),
@@ -263,12 +288,13 @@ _OPTIONAL = {
     "compressed": ("weight_zero_point", "weight_shape", "weight_g_idx"),
     "int8": ("weight_zero_point", "weight_g_idx"),
 }
+_MANY = 32  # zero points are not all 0 by chance
 _PROMISED = {  # kind -> the tensors of asymmetric weights and of act-order
     "gptq": ("qzeros", "g_idx"),
     "gptq_p": ("qzeros", "g_idx"),
     "awq_gemm": ("qzeros", ""),
     "compressed": ("weight_zero_point", "weight_g_idx"),
-    "int8": ("", "weight_g_idx"),  # zero points that are all zero are left out
+    "int8": ("weight_zero_point", "weight_g_idx"),
 }
 
 

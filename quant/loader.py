@@ -23,7 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_paged.kernels.packed_linear import fits_kernel
 from hf_paged.kernels.packed_weight import field_bits
-from hf_paged.quant.check import check_kernels, check_values
+from hf_paged.quant.check import check_kernels, check_order, check_values
 from hf_paged.quant.config import CheckpointConfig
 from hf_paged.quant.convert import Repack, converters
 from hf_paged.quant.experts import Fp8Stack, PackedExperts, PackedStack
@@ -130,7 +130,8 @@ class CheckpointLoader(HfQuantizer):
                     module.check(name)
                 except ValueError as error:
                     self.problems.append(str(error))
-        self.problems += self._never_loaded(model) or check_values(model)
+        self._cast_renamed(model)
+        self.problems += self._never_loaded(model) or [*check_values(model), *check_order(model)]
         refuse_problems("used", self.problems)
         if self.quantization_config.self_check:
             check_kernels(model)
@@ -141,6 +142,16 @@ class CheckpointLoader(HfQuantizer):
                 slow[0],
             )
         logger.info("%d packed linears, %d expert layers", len(self.plan.linears), len(self.plan.experts))
+
+    def _cast_renamed(self, model: PreTrainedModel) -> None:
+        """Transformers before 5.23 leaves plain tensors that have another name in the file in the file's dtype: a
+        router in fp16 fails beside bf16 activations.
+        """
+        kept = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
+        for name, dtype in self.plan.renamed.items():
+            value = model.get_parameter_or_buffer(name)
+            if value.is_floating_point() and value.device.type != "meta" and not any(part in name for part in kept):
+                value.data = value.data.to(dtype)
 
     def _device_of(self, module: str) -> torch.device:
         """Where `module` is converted: on its device, or for the disk on the CPU."""
@@ -156,7 +167,7 @@ class CheckpointLoader(HfQuantizer):
         return [
             f"tensor {name} is in the file, but was not loaded: report it with the model's config.json"
             for name in sorted(self.repack.missing.difference(fine))
-            if re.search(ignored, name) is None
+            if re.search(ignored, name) is None and name.rpartition(".")[0] not in self.repack.failed
         ]
 
     def update_weight_conversions(

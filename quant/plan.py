@@ -7,11 +7,13 @@ Nothing is left for Transformers to initialise at random. All problems are colle
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -19,12 +21,15 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.pytorch_utils import Conv1D
 
 from hf_paged.quant.config import CheckpointConfig
+from hf_paged.quant.consistency import Promises, grain, misread, promised_grain
 from hf_paged.quant.experts import PROJECTIONS
 from hf_paged.quant.fp8 import FP8_SUFFIXES, Fp8Layout, identify_fp8
 from hf_paged.quant.header import Header
 from hf_paged.quant.kv_scales import is_kv_scale
 from hf_paged.quant.layout import FLOATS, PACKED_SUFFIXES, REMEDY, Layout, TensorSpec, identify
 from hf_paged.quant.zero_points import common_offset
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = 8  # problems listed in one error
 _ACTIVATIONS = ("input_scale", "input_zero_point")  # beside integer weights: activations stay in 16 bits
@@ -52,6 +57,7 @@ class Plan:
     linears: dict[str, LinearPlan] = field(default_factory=dict)
     experts: dict[str, ExpertsPlan] = field(default_factory=dict)
     activations: dict[str, TensorSpec] = field(default_factory=dict)  # those that AWQ scales, with their scales
+    renamed: dict[str, torch.dtype] = field(default_factory=dict)  # plain, of another name in the file -> the model's
     kv_scales: dict[str, str] = field(default_factory=dict)  # model name -> tensor in the file
     kept: dict[str, str] = field(default_factory=dict)  # likewise, what integer weights do not need: written back
     unused: list[str] = field(default_factory=list)  # model names of file tensors that are rightly left out
@@ -70,6 +76,9 @@ class Planner:
         self.renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self.converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self.has_order = any(key.endswith(".weight_g_idx") for key in header.specs)
+        self.scales: dict[str, list[str]] = defaultdict(list)  # their names in the file, by what they scale
+        self.lost_order = False
+        self.promises = Promises()
         self.gptq: dict[str, Layout] = {}  # by the module's name in the file
         self.file_name: dict[str, str] = {}  # model name -> name in the file, for the tensors of quantized modules
 
@@ -86,7 +95,13 @@ class Planner:
         for name, projections in experts.items():
             self._attempt(self._plan_experts, name, projections)
         self._check_plain(plain, planned={*quantized, *experts})
+        self._check_others(plain)
         refuse_problems("loaded", self.problems)
+        if self.lost_order:
+            logger.warning(
+                "quantization_config says act-order, and the file has no weight_g_idx at all: channels are taken in "
+                "their natural order, which is wrong if the tool did reorder them"
+            )
         self._settle_zero_points()
         return self.plan
 
@@ -188,19 +203,38 @@ class Planner:
 
     def _layout(self, name: str, found: Mapping[str, TensorSpec], k: int, n: int) -> Layout | Fp8Layout:
         config, label_name = self.config, self._label_name(name, found)
+        label = config.label(label_name)
         if found.get("weight", TensorSpec(dtype="", shape=())).dtype.startswith("F8"):
-            block, activations = config.fp8_block(label_name), config.quantizes_activations(label_name)
-            return identify_fp8(name, found, k, n, block=block, quantize_activations=activations)
+            return self._fp8_layout(name, label_name, found, k, n)
         for suffix in _ACTIVATIONS:
             if found.get(suffix) is not None:
                 self.plan.kept[f"{name}.{suffix}"] = self.file_name[f"{name}.{suffix}"]
         weights = {suffix: spec for suffix, spec in found.items() if suffix not in _ACTIVATIONS}
-        label = config.label(label_name)
-        if not self.has_order:  # asked for and never filled in, compressed-tensors leaves it out everywhere
-            label = replace(label, act_order=label.act_order and label.method != "compressed-tensors")
+        if label.act_order and not self.has_order and label.method == "compressed-tensors":
+            self.lost_order = True  # asked for and never filled in, it is left out everywhere
+            label = replace(label, act_order=False)
         layout = identify(name, weights, k, n, label)
+        self.promises.note(f"{name}.{layout.codes_name}", f"a layout of {label.method}", f"a layout of {layout.method}")
+        scales = f"{name}.{layout.scales_name}"
+        self.scales[f"{layout.kind} {layout.bits}"].append(self.file_name[scales])
+        self.promises.note(scales, promised_grain(label.group_size, k), grain(layout, label.group_size))
         if layout.kind == "gptq":
             self.gptq[label_name] = layout
+        return layout
+
+    def _fp8_layout(self, name: str, label_name: str, found: Mapping[str, TensorSpec], k: int, n: int) -> Fp8Layout:
+        config = self.config
+        if config.label(label_name).method == "compressed-tensors" and config.label(label_name).bits is not None:
+            raise ValueError(f"tensor {name}.weight: quantization_config says integers, found {found['weight']}")
+        block, activations = config.fp8_block(label_name), config.quantizes_activations(label_name)
+        layout = identify_fp8(name, found, k, n, block=block, quantize_activations=activations)
+        grid = None if n <= block[0] and k <= block[1] else config.fp8_grain(label_name)  # one block is one scale
+        self.scales["fp8"].append(self.file_name[f"{name}.{layout.scale_name}"])
+        self.promises.note(f"{name}.{layout.scale_name}", grid, grain(layout))
+        static = "a scale of the activations" if config.static_activations(label_name) else None
+        self.promises.note(
+            f"{name}.input_scale", static, "a scale of the activations" if layout.static_name else "none"
+        )
         return layout
 
     def _label_name(self, name: str, found: Mapping[str, TensorSpec]) -> str:
@@ -235,18 +269,27 @@ class Planner:
         shapes = dict(zip(names, [(hidden, two_inner // 2), (hidden, two_inner // 2), (two_inner // 2, hidden)]))
         layouts: dict[str, Layout | Fp8Layout] = {}
         for projection in names:
+            made = []
             for expert in range(count):
                 found = projections[projection].get(expert)
                 if found is None:
                     raise ValueError(f"tensors of {name}.{expert}.{projection} are missing: expected {count} experts")
-                layout = self._layout(f"{name}.{expert}.{projection}", found, *shapes[projection])
-                first = layouts.setdefault(projection, layout)
-                if layout != first:
+                made.append(self._layout(f"{name}.{expert}.{projection}", found, *shapes[projection]))
+            alike = all(layout == made[0] for layout in made)
+            layouts[projection] = common = made[0] if alike else max(made, key=made.count)  # the first may be damaged
+            for expert, layout in enumerate(made):
+                if layout != common:
                     raise ValueError(
-                        f"tensor {name}.{expert}.{projection}: expected the layout of expert 0 ({first}), found "
-                        f"{layout}; experts of one layer must share it"
+                        f"tensors of {name}.{expert}.{projection}: expected the layout of the other experts "
+                        f"({_tensors(common)}), found {_tensors(layout)}; experts of one layer must share it"
                     )
         self.plan.experts[name] = ExpertsPlan(layouts=layouts, experts=count)
+
+    def _check_others(self, plain: Mapping[str, TensorSpec]) -> None:
+        """What is wrong only in comparison with the other tensors of the file."""
+        self.problems += self.promises.problems()
+        if not self.problems:  # it reads tensors: not before they are known to be readable
+            self.problems += misread(self.header, self.scales.values(), plain)
 
     def _check_plain(self, plain: Mapping[str, TensorSpec], planned: set[str]) -> None:
         """Every plain tensor fits its parameter, and every parameter left to the file is in it. `planned`: modules with
@@ -258,6 +301,8 @@ class Planner:
             renamed, pattern = rename_source_key(key, self.renamings, self.converters, prefix, self.state)
             present.add(renamed)
             expected = self.state.get(renamed)
+            if expected is not None and pattern is None and renamed != key:
+                self.plan.renamed[renamed] = expected.dtype
             owner = self._rename(key).rpartition(".")[0]
             if owner in planned or re.sub(r"\.\d+\.\w+$", "", owner) in planned:
                 self.problems.append(
@@ -300,6 +345,10 @@ def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
     if isinstance(module, Conv1D):
         return module.nx, module.nf
     return None
+
+
+def _tensors(layout: Layout | Fp8Layout) -> str:
+    return ", ".join(f"{suffix} {spec}" for suffix, spec in layout.tensors.items())
 
 
 def _is_experts(module: nn.Module | None) -> bool:

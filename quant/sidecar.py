@@ -27,7 +27,7 @@ def adopt(config: Any) -> None:
     """Give `config`, read from a local folder, the label and the file name that lie beside it.
 
     Raises:
-        ValueError: the label is no JSON object, or packed weights have none.
+        ValueError: the label is no JSON object, packed weights have none, or the index of the weight files is no index.
     """
     folder = Path(str(getattr(config, "_name_or_path", "") or ""))
     if not (folder / "config.json").is_file():
@@ -41,6 +41,7 @@ def adopt(config: Any) -> None:
     label = getattr(config, "quantization_config", None)
     if isinstance(label, dict) and label.get("quant_method") is None and not _is_bitsandbytes(label):
         config.quantization_config = {"quant_method": _method(label), **_without(label, "quant_method")}
+    _check_index(folder / SAFE_WEIGHTS_INDEX_NAME)
     single = sorted(folder.glob("*.safetensors"))
     if len(single) == 1 and not any((folder / name).is_file() for name in _STANDARD):
         config.transformers_weights = single[0].name
@@ -64,6 +65,21 @@ def second_label(folder: Path) -> dict[str, Any] | None:
             raise ValueError(f"{file}: expected a JSON object, found {type(label).__name__}")
         return {"quant_method": method, **label}
     return None
+
+
+def _check_index(file: Path) -> None:
+    """Transformers reads it first, and says less."""
+    if not file.is_file() or (file.parent / SAFE_WEIGHTS_NAME).is_file():
+        return
+    try:
+        weight_map = json.loads(file.read_text())["weight_map"]
+        known = bool(weight_map) and all(isinstance(name, str) for name in weight_map.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        known = False
+    if not known:
+        raise ValueError(
+            f"{file}: expected a JSON object whose weight_map names a file for each tensor; fetch it again"
+        )
 
 
 def _old_name(config: Any) -> dict[str, Any] | None:
