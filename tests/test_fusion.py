@@ -98,9 +98,9 @@ def test_what_is_fused_in_every_family(family: str) -> None:
         "decoder layer": 0 if family in KEEPS_LAYERS else layers,
         "MLP": 0 if family in KEEPS_MLP else layers,
         "attention": 0 if family in KEEPS_ATTENTION or family == "stablelm" else layers,
-        "rotary tables": 0 if family in KEEPS_ROTARY else 1,
     }
     assert {name: report.component(name).fused for name in expected} == expected
+    assert report.component("rotary tables").fused == (family not in KEEPS_ROTARY)
     for name, count in expected.items():
         if count == 0 and not (name != "MLP" and family == "stablelm"):
             assert sum(report.component(name).kept.values()) == layers and all(report.component(name).kept)
