@@ -16,38 +16,23 @@ def join_kernel(
     lse_ptr,  # [held, 2, GROUP] fp32, base 2
     seq_lens_ptr,  # [num_seqs] int32
     sinks_ptr,  # [heads]; [num_seqs, heads] where SINKS is 2; 3: base-2 log-sum-exps go there, none is read
-    num_seqs,
-    window,
-    held,
+    num_seqs, window, held,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,  # of a program: GROUP or 1
-    H_BLOCK: tl.constexpr,
-    V_DIM: tl.constexpr,
+    H_BLOCK: tl.constexpr, V_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a program
-    TILE: tl.constexpr,
-    LEAST: tl.constexpr,
-    STEP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    TILE: tl.constexpr, LEAST: tl.constexpr, STEP: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Heads of one KV head of one sequence: join their partial results, if there are any; zeros for an empty one."""
     if OVERLAP:  # what follows may start; it waits
         gdc_launch_dependents()
     first_head = tl.program_id(0) * HEADS
     seq = tl.program_id(1)
     heads = tl.num_programs(0) * HEADS
-    kv_heads = heads // GROUP
-    n = tl.arange(0, SCAN)
-    total, _living, parts, _each, programs = survey(
-        n, seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW, TILE, LEAST
+    tiles, first, last = _programs_of(
+        seq, first_head // GROUP, seq_lens_ptr, num_seqs, heads // GROUP, window, held, WINDOW, TILE, LEAST
     )
-    before = tl.zeros([], tl.int32)
-    for i in range(0, seq, SCAN):
-        seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < seq, other=0)
-        _, _, tiles = visible_tiles(seq_len, window, WINDOW, TILE)
-        before += tl.sum(tiles, 0)
-    _, _, tiles = visible_tiles(tl.load(seq_lens_ptr + seq), window, WINDOW, TILE)
     if OVERLAP:  # every program, whatever it has to do: what follows this kernel follows the other one too
         gdc_wait()
     h = tl.arange(0, H_BLOCK)
@@ -60,7 +45,6 @@ def join_kernel(
             tl.store(lse_out, tl.full([H_BLOCK], float("-inf"), tl.float32), mask=h < HEADS)
         tl.store(out, tl.zeros([H_BLOCK, COLUMNS], out_ptr.dtype.element_ty), mask=mask)
         return
-    first, last = _programs_of(seq, first_head // GROUP, kv_heads, parts, total * kv_heads, before, tiles, programs)
     if first == last:
         return
     top = tl.full([H_BLOCK], float("-inf"), tl.float32)
@@ -78,24 +62,35 @@ def join_kernel(
 
 
 @triton.jit
-def _program_of(unit, units, programs):
-    """The program whose share holds `unit`: the first `units % programs` ones have one more than the others."""
-    least = units // programs
-    more = (units % programs) * (least + 1)
-    return tl.where(unit < more, unit // (least + 1), units % programs + (unit - more) // least)
-
-
-@triton.jit
-def _programs_of(seq, kv_head, kv_heads, parts, units, before, tiles, programs):
-    """First and last program of one KV head of a sequence of `tiles`, `before` it (of one head), of `units` in all."""
+def _programs_of(
+    seq, kv_head, seq_lens_ptr, num_seqs, kv_heads, window, held,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """Tiles of one KV head of a sequence, and the first and the last program that have some of them."""
+    n = tl.arange(0, SCAN)
+    total, _living, parts, _each, programs = survey(
+        n, seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW, TILE, LEAST
+    )
+    _, _, tiles = visible_tiles(tl.load(seq_lens_ptr + seq), window, WINDOW, TILE)
     if parts > 0:
         first = (seq * kv_heads + kv_head) * parts
         last = first + parts - 1
     else:
-        begin = before * kv_heads + kv_head * tiles
-        first = _program_of(begin, units, programs)
-        last = _program_of(begin + tiles - 1, units, programs)
-    return first, last
+        begin = kv_head * tiles
+        for i in range(0, seq, SCAN):
+            seq_len = tl.load(seq_lens_ptr + i + n, mask=i + n < seq, other=0)
+            begin += tl.sum(visible_tiles(seq_len, window, WINDOW, TILE)[2], 0) * kv_heads
+        first = _program_of(begin, total * kv_heads, programs)
+        last = _program_of(begin + tiles - 1, total * kv_heads, programs)
+    return tiles, first, last
+
+
+@triton.jit
+def _program_of(unit, units, programs):
+    """The program whose share holds `unit`: the first `units % programs` ones have one more than the others."""
+    least = units // programs
+    more = (units % programs) * (least + 1)
+    return tl.where(unit < more, unit // (least + 1), units % programs + (unit - more) // tl.maximum(least, 1))
 
 
 @triton.jit
