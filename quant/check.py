@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Container
 from dataclasses import replace
 
 import torch
@@ -27,15 +28,16 @@ _PROBE_ROWS = (1, 17, 100)  # the kernels of few and of many rows, and a masked 
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
-def check_values(model: nn.Module) -> list[str]:
+def check_values(model: nn.Module, failed: Container[str] = ()) -> list[str]:
     """Parameters that hold NaN or infinity, or are zeros unlike others of their kind, as sentences. Offloaded (meta)
-    parameters are not read.
+    parameters are not read, nor those of the modules `failed`, which were not loaded.
     """
     problems = []
     zeros: dict[str, list[str]] = defaultdict(list)  # a kind, its layers as one -> those of nothing but zeros
     kinds: Counter[str] = Counter()
     for name, value in model.named_parameters():
-        if value.device.type == "meta" or not value.dtype.is_floating_point or value.element_size() < 2:
+        unread = value.device.type == "meta" or name.rpartition(".")[0] in failed
+        if unread or not value.dtype.is_floating_point or value.element_size() < 2:
             continue
         flat = value.detach().reshape(-1)  # in pieces: a sum of flags takes eight bytes for each
         bad = sum(int((~torch.isfinite(piece)).sum()) for piece in flat.split(_PIECE))
@@ -53,10 +55,14 @@ def check_values(model: nn.Module) -> list[str]:
     return problems + [f"tensor {name}: expected a weight, found only zeros: the file is damaged" for name in odd]
 
 
-def check_order(model: nn.Module) -> list[str]:
+def check_order(model: nn.Module, failed: Container[str] = ()) -> list[str]:
     """Linears in the natural order of channels where the label says act-order and others have it, as sentences."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
-    asked = {n: m.perm is not None for n, m in linears.items() if m.layout.act_order and m.layout.groups > 1}
+    asked = {
+        n: m.perm is not None
+        for n, m in linears.items()
+        if m.layout.act_order and m.layout.groups > 1 and n not in failed
+    }
     if not any(asked.values()):
         return []  # static groups, or an order that was never made
     suffix = {"compressed": "weight_g_idx", "int8": "weight_g_idx"}

@@ -131,7 +131,8 @@ class CheckpointLoader(HfQuantizer):
                 except ValueError as error:
                     self.problems.append(str(error))
         self._cast_renamed(model)
-        self.problems += self._never_loaded(model) or [*check_values(model), *check_order(model)]
+        failed = self.repack.failed
+        self.problems += self._never_loaded(model) or [*check_values(model, failed), *check_order(model, failed)]
         refuse_problems("used", self.problems)
         if self.quantization_config.self_check:
             check_kernels(model)

@@ -335,7 +335,8 @@ def refuse_problems(verb: str, problems: Sequence[str]) -> None:
     if problems:
         shown = "\n  ".join(problems[:_SHOWN])
         more = f"\n  ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise ValueError(f"this checkpoint cannot be {verb} ({len(problems)} problems):\n  {shown}{more}")
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ValueError(f"this checkpoint cannot be {verb} ({count}):\n  {shown}{more}")
 
 
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
