@@ -49,6 +49,9 @@ def quantize(
     ] = 0.01,
     true_sequential: Annotated[bool, typer.Option(help="gptq, awq: linears see what those before became.")] = True,
     clip: Annotated[bool, typer.Option(help="awq: search each group's range.")] = True,
+    descent: Annotated[
+        bool, typer.Option(help="gptq, awq: then move codes one by one to where the output's error is least.")
+    ] = True,
     skip: Annotated[
         list[str] | None, typer.Option(help="A regular expression; linears whose name has it stay plain. Repeatable.")
     ] = None,
@@ -73,7 +76,7 @@ def quantize(
     options = {
         "method": method, "bits": bits, "group_size": group_size, "sym": sym, "format": form, "act_order": act_order,
         "static_groups": static_groups, "mse": mse, "scale": scale, "asymmetry": asymmetry, "damping": damping,
-        "true_sequential": true_sequential, "clip": clip, "skip": tuple(skip or ()), "seed": seed,
+        "true_sequential": true_sequential, "clip": clip, "descent": descent, "skip": tuple(skip or ()), "seed": seed,
     }  # fmt: skip
     options |= {name: value for name, value in (("samples", samples), ("seqlen", seqlen)) if value is not None}
     support.check_plot(plot)

@@ -101,6 +101,7 @@ def quantization_config(config: QuantizeConfig, plain: Sequence[str], head: str 
             "true_sequential": config.true_sequential,
             "mse": config.mse,
             "asymmetry": config.asymmetry,
+            "descent": config.descent,
         },
         **dynamic,
     }

@@ -36,7 +36,14 @@ def gptq(
     k = factor.unit.shape[0]
     if weight.shape[1] != k:
         raise ValueError(f"weight is {list(weight.shape)}, expected [N, {k}] as the activations have {k} channels")
-    target = factor.target(weight, asymmetry)
+    return gptq_towards(factor.target(weight, asymmetry), factor, grid, static_groups=static_groups)
+
+
+def gptq_towards(
+    target: Tensor, factor: Factor, grid: Grid, *, static_groups: bool = False
+) -> tuple[QuantizedWeight, Tensor]:
+    """`gptq` of finite weights `[K, N]` fp32 in the order of quantization, as `Factor.target` gives them."""
+    k = len(target)
     groups, g_idx = _group_index(factor, grid, static_groups)
     work = _Work(target, factor, grid)
     if static_groups:

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.quant.awq import awq_round, awq_scales
-from hf_paged.quant.gptq import gptq
+from hf_paged.quant.descent import descend
+from hf_paged.quant.gptq import gptq_towards
 from hf_paged.quant.grid import Grid
 from hf_paged.quant.hessian import Hessian
 from hf_paged.quant.layer_linears import LinearGroup, get_weight
 from hf_paged.quant.layer_statistics import LayerRun
 from hf_paged.quant.quantize_config import QuantizeConfig
 from hf_paged.quant.quantize_report import LinearReport
-from hf_paged.quant.rtn import rtn, rtn_fp8
+from hf_paged.quant.rtn import check_weight, rtn, rtn_fp8
 from hf_paged.quant.scale_folding import Folding, LayerTrace, find_folding, shared_inputs
 from hf_paged.quant.weight import QuantizedWeight, dequantize
 
@@ -110,15 +111,18 @@ class CalibratedQuantizer:
         for name, weight in weights.items():
             self.run.tell(name)
             with _naming(name):
+                check_weight(weight, self.grid.scales_dtype)
+                target = factor.target(weight, config.asymmetry)
                 if matrix is None:
-                    quantized, errors = gptq(
-                        weight, factor, self.grid, static_groups=static, asymmetry=config.asymmetry
-                    )
+                    quantized, errors = gptq_towards(target, factor, self.grid, static_groups=static)
                     error = float(errors.sum())
                 else:
-                    target = factor.target(weight, config.asymmetry).t()
-                    quantized = awq_round(target, matrix, self.grid) if config.clip else rtn(target, self.grid)
-                    error = _error(dequantize(quantized, torch.float32) - target, matrix)
+                    rows = target.t()
+                    quantized = awq_round(rows, matrix, self.grid) if config.clip else rtn(rows, self.grid)
+                    error = _error(dequantize(quantized, torch.float32) - rows, matrix)
+                if config.descent:
+                    quantized, errors = descend(quantized, target, factor, self.grid)
+                    error = float(errors.sum())
             share = error / energies[name] if hessian.tokens else _weight_error(quantized, weight)  # 0 over 0
             self.result.add(name, quantized, share, hessian.tokens, note)
             weight.copy_(as_dense(quantized, weight.dtype))

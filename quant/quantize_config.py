@@ -26,6 +26,7 @@ _OWN_SETTINGS = {
     "static_groups": ("gptq",),
     "scale": ("gptq",),
     "clip": ("awq",),
+    "descent": CALIBRATED,
     "true_sequential": CALIBRATED,
     "damping": CALIBRATED,
 }
@@ -51,6 +52,7 @@ class QuantizeConfig:
     asymmetry: float | None = None  # gptq, awq: share of earlier layers' errors that a linear makes up for; None: 0.5
     true_sequential: bool = True  # gptq, awq: later linears of a layer see what earlier ones became
     clip: bool = True  # awq: search each group's range
+    descent: bool = True  # gptq, awq: then move codes, one at a time, to where the output's error is least
     skip: tuple[str, ...] = ()  # regular expressions; linears whose name one of them is found in stay plain
     samples: int = 128  # windows of calibration text
     seqlen: int = 2048  # tokens per window
@@ -61,7 +63,7 @@ class QuantizeConfig:
             refuse("method", self.method, " | ".join(METHODS))
         if self.format not in FORMATS:
             refuse("format", self.format, " | ".join(FORMATS))
-        for name in ("static_groups", "scale", "true_sequential", "clip"):
+        for name in ("static_groups", "scale", "true_sequential", "clip", "descent"):
             check_bool(name, getattr(self, name))
         for name in ("sym", "mse", "act_order"):
             if getattr(self, name) is not None:
