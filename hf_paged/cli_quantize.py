@@ -58,8 +58,12 @@ def quantize(
     calibration: Annotated[
         str | None, typer.Option(help="awq, gptq: a text or JSONL file, or a data set as NAME[:CONFIG].")
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Windows of calibration text.  [default: 128]")] = None,
-    seqlen: Annotated[int | None, typer.Option(help="Tokens per window.  [default: 2048]")] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Windows of calibration text.  [default: 262,144 tokens, so 128 of 2048]")
+    ] = None,
+    seqlen: Annotated[
+        int | None, typer.Option(help="Tokens per window.  [default: 2048, or the model's context]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
     device: cli.Device = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an unfinished run into the same output.")] = False,
@@ -77,8 +81,8 @@ def quantize(
         "method": method, "bits": bits, "group_size": group_size, "sym": sym, "format": form, "act_order": act_order,
         "static_groups": static_groups, "mse": mse, "scale": scale, "asymmetry": asymmetry, "damping": damping,
         "true_sequential": true_sequential, "clip": clip, "descent": descent, "skip": tuple(skip or ()), "seed": seed,
+        "samples": samples, "seqlen": seqlen,
     }  # fmt: skip
-    options |= {name: value for name, value in (("samples", samples), ("seqlen", seqlen)) if value is not None}
     support.check_plot(plot)
     from hf_paged.quant.quantize import quantize as run
     from hf_paged.quant.quantize_config import QuantizeConfig
@@ -162,6 +166,9 @@ def _print(report: QuantizeReport) -> None:
         f"on {report.device}{device}",
         highlight=False,
     )
+    if report.calibration is not None:
+        c = report.calibration
+        cli.OUT.print(f"calibrated on {c['source']}, {c['samples']} windows of {c['seqlen']:,} tokens", highlight=False)
     if report.evaluation is not None:
         e = report.evaluation
         cli.OUT.print(

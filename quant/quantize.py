@@ -73,16 +73,18 @@ def quantize(
     begin = time.monotonic()
     if not isinstance(config, QuantizeConfig | None):
         refuse("config", config, "a QuantizeConfig")
-    config, output = (config or QuantizeConfig()).resolved(), Path(output)
+    output = Path(output)
     check_output(output)
     target = _device(device)
     with _files_of(model, output) as (path, own):
         source = SourceModel(path)
+        context = getattr(source.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        config = (config or QuantizeConfig()).resolved(context)
         layers = decoder.find_decoder_layers(source.model)
         source.refuse_missing(layers)
         names = [f"{layers}.{index}" for index, _ in source.model.get_submodule(layers).named_children()]
         plan = plan_linears(source, names, config)
-        windows = _calibration(config, calibration, source, tokenizer or own)
+        windows = _calibration(config, calibration, source, context, tokenizer or own)
         check_space(output, _bytes_needed(source, plan, config))
         settings = {
             "model": source.fingerprint(),
@@ -325,6 +327,7 @@ def _calibration(
     config: QuantizeConfig,
     calibration: str | Path | Sequence[str] | Tensor | None,
     source: SourceModel,
+    context: int | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Calibration | None:
     if not config.calibrated:
@@ -333,7 +336,7 @@ def _calibration(
         return None
     if calibration is None:
         raise ValueError(f"method {config.method!r} needs calibration: a text or JSONL file, a data set, or token ids")
-    context = getattr(source.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    assert config.samples is not None and config.seqlen is not None
     seqlen = calibration.shape[-1] if isinstance(calibration, Tensor) else config.seqlen  # ids are taken as they are
     if context is not None and seqlen > context:
         raise ValueError(f"seqlen={seqlen} is more than the model's context of {context}")

@@ -22,6 +22,7 @@ METHODS = ("awq", "gptq", "rtn", "fp8", "int8")
 FORMATS = ("auto", "awq", "gptq", "gptq_v2", "compressed-tensors")
 CALIBRATED = ("awq", "gptq")
 _DEFAULT_GROUP = 128
+_TOKENS, _SEQLEN = 128 * 2048, 2048  # of calibration text, and of one window of it
 _OWN_SETTINGS = {
     "static_groups": ("gptq",),
     "scale": ("gptq",),
@@ -54,8 +55,8 @@ class QuantizeConfig:
     clip: bool = True  # awq: search each group's range
     descent: bool = True  # gptq, awq: then move codes, one at a time, to where the output's error is least
     skip: tuple[str, ...] = ()  # regular expressions; linears whose name one of them is found in stay plain
-    samples: int = 128  # windows of calibration text
-    seqlen: int = 2048  # tokens per window
+    samples: int | None = None  # windows of calibration text; None: as many as hold 262,144 tokens
+    seqlen: int | None = None  # tokens per window; None: 2048, or the model's context where that is less
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -77,8 +78,10 @@ class QuantizeConfig:
             refuse("damping", self.damping, "a number between 0 and 1")
         if self.asymmetry is not None:
             check_float("asymmetry", self.asymmetry, minimum=0.0, maximum=1.0)
-        check_int("samples", self.samples, minimum=1)
-        check_int("seqlen", self.seqlen, minimum=2)
+        if self.samples is not None:
+            check_int("samples", self.samples, minimum=1)
+        if self.seqlen is not None:
+            check_int("seqlen", self.seqlen, minimum=2)
         check_int("seed", self.seed, minimum=0, maximum=2**63 - 1)
         object.__setattr__(self, "skip", _patterns(self.skip))
         self._check_method()
@@ -89,9 +92,11 @@ class QuantizeConfig:
         """Whether the method looks at activations."""
         return self.method in CALIBRATED
 
-    def resolved(self) -> QuantizeConfig:
-        """The same with nothing left to choose."""
-        return replace(self, **self._choices())
+    def resolved(self, context: int | None = None) -> QuantizeConfig:
+        """The same with nothing left to choose; `context`: the tokens that the model was made for, if it says so."""
+        seqlen = self.seqlen or min(_SEQLEN, context or _SEQLEN)
+        samples = self.samples or max(1, _TOKENS // seqlen)
+        return replace(self, **self._choices(), seqlen=seqlen, samples=samples)
 
     def _choices(self) -> dict[str, Any]:
         whole = self.method in ("fp8", "int8")

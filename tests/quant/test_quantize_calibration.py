@@ -12,6 +12,7 @@ from model_zoo import VOCAB
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_paged.quant.calibration import load_calibration
+from hf_paged.quant.quantize_config import QuantizeConfig
 
 TEXT = "".join(chr(33 + (7 * i * i + i) % 80) for i in range(4000))
 CHAT = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}{% endfor %}"
@@ -125,3 +126,14 @@ def test_a_name_that_is_neither_file_nor_data_set_says_so(tokenizer: Any, monkey
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ValueError, match=r"'wikitext' is no file, and a data set needs the package datasets"):
         load_calibration("wikitext", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("context", "samples", "seqlen"), [(None, 128, 2048), (32_768, 128, 2048), (1024, 256, 1024), (10**6, 128, 2048)]
+)
+def test_windows_fit_the_context_and_hold_as_many_tokens_in_all(context: int | None, samples: int, seqlen: int) -> None:
+    """2048 tokens are more than small models were made for: a default must not be refused."""
+    found = QuantizeConfig().resolved(context)
+    assert (found.samples, found.seqlen) == (samples, seqlen)
+    asked = QuantizeConfig(samples=3, seqlen=5000).resolved(context)
+    assert (asked.samples, asked.seqlen) == (3, 5000)
