@@ -35,7 +35,9 @@ class BlockManager:
         *,
         num_cpu_blocks: int = 0,
         enable_prefix_caching: bool = True,
+        whole_blocks: bool = False,
     ) -> None:
+        self.whole_blocks = whole_blocks  # whoever starts or comes back begins at a block: a block computed in one row
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.windows = [group.window for group in groups]
@@ -54,6 +56,7 @@ class BlockManager:
             blocks = self._num_slots(num_positions)
             if window is not None:
                 span = window - 1 + min(max_chunk, num_positions)  # positions seen or written in one step
+                span += self.block_size - 1 if self.whole_blocks else 0
                 blocks = min(blocks, (span + self.block_size - 2) // self.block_size + 1)
             total += blocks
         return total
@@ -109,7 +112,7 @@ class BlockManager:
     def trim(self, request: Request) -> None:
         """Give back the blocks that no coming query sees: the next one, at position p, sees keys > p - window."""
         for group, window in self._windowed:
-            passed, live = request.first_live[group], self._first_live(window, request.num_computed_tokens)
+            passed, live = request.first_live[group], self._first_live(window, self._start_of(request))
             if live > passed:
                 table = request.block_tables[group]
                 self.pool.free(table[passed:live])
@@ -143,6 +146,7 @@ class BlockManager:
     def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
         """Move the live blocks to CPU memory: pairs (device block, CPU block), or None when that is too small."""
         self.trim(request)
+        request.num_computed_tokens = self._start_of(request)
         live = [table[first:] for table, first in zip(request.block_tables, request.first_live, strict=True)]
         if sum(map(len, live)) > len(self._free_cpu):
             return None
@@ -187,6 +191,8 @@ class BlockManager:
     def _fork(self, request: Request) -> Start | None:
         """Share the parent's prompt but its last token, which the request recomputes to sample its own first token."""
         parent, position = request.parent, request.num_prompt_tokens - 1
+        if self.whole_blocks:
+            position -= position % self.block_size
         if parent is None or not parent.block_tables or parent.num_computed_tokens < position:
             return None
         if request.output_token_ids:
@@ -241,6 +247,11 @@ class BlockManager:
     def _first_live(self, window: int | None, position: int) -> int:
         """Index of the first block that a query at `position` sees, or any after it."""
         return 0 if window is None else max(0, position - window + 1) // self.block_size
+
+    def _start_of(self, request: Request) -> int:
+        """Where the request would go on after it was preempted."""
+        computed = request.num_computed_tokens
+        return computed - computed % self.block_size if self.whole_blocks else computed
 
     def _num_slots(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)

@@ -47,6 +47,7 @@ class EngineConfig:
     skip_layers: tuple[int, ...] = ()  # layers that keep the model dtype in the cache
     kv_scales: str = "auto"  # smoothing: "auto" (calibrate when the model is loaded), "off", or a file of calibrate
     kv_error_budget: float | Literal["auto", "off"] = "auto"  # relative error of a layer; over it, it is stored finer
+    kv_recent_block: bool = False  # each sequence's current block also in the model dtype; its queries read it so
     kv_perplexity_budget: float = 0.005  # of kv_cache_dtype="auto-quality": perplexity may rise by this share
     num_blocks: int | None = None  # blocks on the device, the null block included; None = from the free memory
     gpu_memory_utilization: float = 0.9  # share of the device memory for weights, activations and KV blocks
@@ -67,6 +68,7 @@ class EngineConfig:
         if self.kv_cache_dtype != AUTO_QUALITY:
             parse_kv_cache_dtype(self.kv_cache_dtype)
         check_float("kv_perplexity_budget", self.kv_perplexity_budget, minimum=0.0)
+        check_bool("kv_recent_block", self.kv_recent_block)
         _check_smoothing(self.kv_scales, self.kv_error_budget, self.kv_cache_dtype)
         object.__setattr__(self, "skip_layers", _layer_indices(self.skip_layers))
         if self.num_blocks is not None:
@@ -78,6 +80,8 @@ class EngineConfig:
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, minimum=1)
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, minimum=2)
+        if self.kv_recent_block:
+            _check_recent_block(self)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_float("swap_space", self.swap_space, minimum=0.0)
         for name in ("cuda_graphs", "async_scheduling", "fuse"):
@@ -152,6 +156,20 @@ def _check_smoothing(kv_scales: object, budget: object, kv_cache_dtype: str) -> 
         check_float("kv_error_budget", budget, minimum=0.0)
     if kv_scales == "off" and (budget not in ("auto", "off") or kv_cache_dtype == AUTO_QUALITY):
         raise ValueError('kv_scales="off" measures nothing: kv_error_budget and kv_cache_dtype="auto-quality" need it')
+
+
+def _check_recent_block(config: EngineConfig) -> None:
+    if config.kv_cache_dtype in ("auto", AUTO_QUALITY):
+        why = "nothing is quantized" if config.kv_cache_dtype == "auto" else "its mixes are measured without"
+        raise ValueError(
+            f"kv_recent_block=True with kv_cache_dtype={config.kv_cache_dtype!r} is not allowed, {why}; allowed: "
+            f"{', '.join(KV_FORMATS[1:])}, or a pair"
+        )
+    if config.max_num_batched_tokens < config.block_size:
+        raise ValueError(
+            f"kv_recent_block=True computes prompts in whole blocks: max_num_batched_tokens="
+            f"{config.max_num_batched_tokens} is not allowed; allowed: an integer >= block_size={config.block_size}"
+        )
 
 
 def _layer_indices(value: object) -> tuple[int, ...]:

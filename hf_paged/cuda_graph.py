@@ -89,7 +89,7 @@ class StepBucket:
     def num_prompts(self) -> int:
         return _MAX_PROMPTS if self.num_prompt_tokens else 0
 
-    def packing(self, block_size: int, num_groups: int) -> StepPacking:
+    def packing(self, block_size: int, num_groups: int, keeps_recent: bool = False) -> StepPacking:
         num_seqs = self.num_decodes + self.num_prompts
         return StepPacking(
             StepShape(
@@ -99,6 +99,7 @@ class StepBucket:
                 num_logits=num_seqs,
                 num_groups=num_groups,
                 table_width=math.ceil(self.max_seq_len / block_size),
+                keeps_recent=keeps_recent,
             )
         )
 
@@ -135,10 +136,12 @@ class CapturedStep:
         pool: Any,
     ) -> None:
         self._builder = builder
-        self._packing = bucket.packing(block_size, builder.num_groups)
+        self._packing = bucket.packing(block_size, builder.num_groups, builder.keeps_recent)
         self._buffer = torch.zeros(self._packing.num_bytes, dtype=torch.uint8, device=device)
         parts = self._packing.on_device(self._buffer)
-        parts["slot_mapping"].fill_(-1)
+        for name in ("slot_mapping", "recent_mapping"):
+            if name in parts:
+                parts[name].fill_(-1)
         decodes = bucket.num_decodes
         parts["cu_seqlens_q"].fill_(decodes)
         parts["cu_seqlens_q"][: decodes + 1].copy_(torch.arange(decodes + 1))

@@ -16,7 +16,7 @@ import logging
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from hf_paged.config import EngineConfig, KVGroup, refuse
 from hf_paged.fused_linear import ReorderedWeights
 from hf_paged.fusion import fuse, not_fused
 from hf_paged.kernels.rng import derive_seed
-from hf_paged.kv_cache import KVCache
+from hf_paged.kv_cache import KVCache, LayerFormat, keeps_recent
 from hf_paged.kv_mix import resolve_quality
 from hf_paged.kv_protection import plan_storage
 from hf_paged.layer_probe import LayerSpec
@@ -96,7 +96,11 @@ class Engine:
         logger.info("fusion: %s", self.fusion)
         self.reordered = ReorderedWeights(packed.view)
         self.max_model_len = resolve_max_model_len(config, model)
-        empty = KVCache(specs, formats, num_blocks=0, block_size=config.block_size)
+        pages: dict[str, Any] = {"block_size": config.block_size}
+        if config.kv_recent_block:
+            _check_recent(specs, formats)
+            pages["num_recent"] = config.max_num_seqs
+        empty = KVCache(specs, formats, num_blocks=0, **pages)
         if config.num_blocks is None and pool_tokens is not None:
             groups, size = len(empty.groups), config.block_size
             rows, longest = (math.ceil(tokens / size) * groups for tokens in (pool_tokens, self.max_model_len))
@@ -104,9 +108,9 @@ class Engine:
         else:
             num_blocks = resolve_num_blocks(config, packed, empty, max_model_len=self.max_model_len)
         self.config = replace(config, num_blocks=num_blocks, max_model_len=self.max_model_len)
-        check_size(f"{num_blocks} KV blocks", num_blocks * empty.block_bytes, packed.device)
+        check_size(f"{num_blocks} KV blocks", num_blocks * empty.block_bytes + empty.fixed_bytes, packed.device)
         check_size(f"swap_space={config.swap_space}", int(config.swap_space * GIB), torch.device("cpu"))
-        self.kv_cache = KVCache(specs, formats, num_blocks=num_blocks, block_size=config.block_size)
+        self.kv_cache = KVCache(specs, formats, num_blocks=num_blocks, **pages)
         num_host_blocks = self.kv_cache.allocate_host(int(config.swap_space * GIB)) if config.swap_space else 0
         self.runner = ModelRunner(packed, self.kv_cache, self.config, max_model_len=self.max_model_len)
         self.device = packed.device
@@ -313,6 +317,14 @@ class Engine:
         if seed is None:
             return derive_seed(self.config.seed, request.arrival)
         return derive_seed(seed, request.index)
+
+
+def _check_recent(specs: Sequence[LayerSpec], formats: Mapping[int, LayerFormat]) -> None:
+    if not any(keeps_recent(spec, formats[spec.layer_idx]) for spec in specs):
+        raise ValueError(
+            "kv_recent_block=True: every layer of this model has a sliding window or is not quantized, so none can "
+            "keep its current block beside codes; allowed: False"
+        )
 
 
 def _check_one_device(specs: Sequence[LayerSpec]) -> None:

@@ -8,6 +8,9 @@ layers of all groups share slot i. A slot is one tensor `[num_blocks, row_bytes]
 so copying, swapping and sharing a block are row operations, and there is no second table for scales. A block id is one
 row in every slot of the group that owns it: one pool serves full and window layers alike. A model of one kind has one
 group. Blocks are never cleared, what was not written is never used; only the null block 0 is zeros.
+
+Beside the pages, layers whose keys or values are coded may keep the block that each running sequence is filling as it
+came (`LayerKV.recent`): one slot per sequence that may run, slot 0 for none. Layers with a window have codes only.
 """
 
 from __future__ import annotations
@@ -73,6 +76,11 @@ def _check_device(spec: LayerSpec, chosen: LayerFormat) -> None:
         raise ValueError(f'kv_cache_dtype "fp8" needs a GPU with fp8 (sm89 or newer); {name} has none: use "int8"')
 
 
+def keeps_recent(spec: LayerSpec, fmt: LayerFormat) -> bool:
+    """Whether a layer can keep current blocks as they came: it has codes, and no window that begins inside a block."""
+    return spec.window is None and (fmt.k_codes is not None or fmt.v_codes is not None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
     """Layers that share one block table per sequence."""
@@ -107,15 +115,23 @@ class KVCache:
         formats: storage format by layer index.
         num_blocks: blocks to allocate, the null block included; 0 allocates nothing (to ask for sizes).
         block_size: tokens per block.
+        num_recent: sequences whose current block is kept in the layer's dtype too.
     """
 
     def __init__(
-        self, specs: Sequence[LayerSpec], formats: Mapping[int, LayerFormat], *, num_blocks: int, block_size: int
+        self,
+        specs: Sequence[LayerSpec],
+        formats: Mapping[int, LayerFormat],
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_recent: int = 0,
     ) -> None:
         self.specs = tuple(specs)
         self.formats = formats
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_recent = num_recent
         self.groups = group_layers(specs)
         self.group_of = {spec.layer_idx: g for g, group in enumerate(self.groups) for spec in group.layers}
         layouts = {spec.layer_idx: _RowLayout(spec, formats[spec.layer_idx], block_size) for spec in specs}
@@ -132,15 +148,45 @@ class KVCache:
         ]
         for slot in self._slots:
             slot[:1].zero_()
+        self._recent = self._allocate_recent() if num_recent and num_blocks else {}
         self.layers = self._view_pages()
         self._host: list[Tensor] = []
 
     def _view_pages(self) -> dict[int, LayerKV]:
         return {
-            spec.layer_idx: self._layouts[spec.layer_idx].pages(self._slots[slot])
+            spec.layer_idx: self._layouts[spec.layer_idx].pages(self._slots[slot], self._recent.get(spec.layer_idx))
             for group in self.groups
             for slot, spec in enumerate(group.layers)
         }
+
+    def _allocate_recent(self) -> dict[int, LayerKV]:
+        """By layer index, the slots of the layers that keep current blocks; not cleared but for slot 0."""
+        found = {}
+        for spec in self.specs:
+            if keeps_recent(spec, self.formats[spec.layer_idx]):
+                shape = (1 + self.num_recent, spec.kv_heads, self.block_size)
+                sides = [
+                    torch.empty((*shape, dim), dtype=spec.dtype, device=spec.device)
+                    for dim in (spec.head_dim, spec.v_head_dim)
+                ]
+                for side in sides:
+                    side[0].zero_()
+                found[spec.layer_idx] = LayerKV(k=PlainPages(data=sides[0]), v=PlainPages(data=sides[1]))
+        return found
+
+    @property
+    def recent_bytes(self) -> int:
+        """Bytes of one sequence's current block in the layers that can keep it."""
+        return self.block_size * sum(
+            spec.kv_heads * (spec.head_dim + spec.v_head_dim) * spec.dtype.itemsize
+            for spec in self.specs
+            if keeps_recent(spec, self.formats[spec.layer_idx])
+        )
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that are allocated however many blocks there are: the slots of current blocks."""
+        return (1 + self.num_recent) * self.recent_bytes if self.num_recent else 0
 
     @property
     def block_bytes(self) -> int:
@@ -155,7 +201,7 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes allocated."""
-        return self.num_blocks * self.block_bytes
+        return self.num_blocks * self.block_bytes + (self.fixed_bytes if self._recent else 0)
 
     def allocate_host(self, num_bytes: int) -> int:
         """Allocate swap space in (pinned) CPU memory; returns the number of blocks that fit in `num_bytes`."""
@@ -242,11 +288,12 @@ class _RowLayout:
         self.num_bytes += math.ceil(taken.num_bytes / _ALIGN) * _ALIGN
         return taken
 
-    def pages(self, slot: Tensor) -> LayerKV:
+    def pages(self, slot: Tensor, recent: LayerKV | None) -> LayerKV:
         return LayerKV(
             k=_pages(self._k_codes, self._k.view(slot), self._k_scale.view(slot)),
             v=_pages(self._v_codes, self._v.view(slot), self._v_scale.view(slot)),
             transform=self._transform,
+            recent=recent,
         )
 
 

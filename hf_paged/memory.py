@@ -43,6 +43,7 @@ def resolve_num_blocks(config: EngineConfig, model: PackedModel, empty: KVCache,
         free = _free_after_profile(config, model, empty, max_model_len)
     else:
         free = int(psutil.virtual_memory().available * CPU_SHARE)
+    free -= empty.fixed_bytes
     useful = config.max_num_seqs * math.ceil(max_model_len / config.block_size) * len(empty.groups) + 1
     num_blocks = min(free // empty.block_bytes, useful)
     if num_blocks < 2:
@@ -77,6 +78,7 @@ def call_num_blocks(rows_blocks: int, longest_blocks: int, empty: KVCache, devic
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
         free = psutil.virtual_memory().available
+    free -= empty.fixed_bytes
     return min(rows_blocks, max(free // 2 // empty.block_bytes, longest_blocks)) + 1
 
 
@@ -118,7 +120,10 @@ def _run_largest_step(config: EngineConfig, model: PackedModel, empty: KVCache, 
     length = min(config.max_num_batched_tokens, max_model_len)
     num_seqs = min(max(config.max_num_batched_tokens // length, 1), config.max_num_seqs)
     blocks_each = math.ceil(length / config.block_size)
-    cache = KVCache(empty.specs, empty.formats, num_blocks=1 + num_seqs * blocks_each, block_size=config.block_size)
+    cache = KVCache(
+        empty.specs, empty.formats, num_blocks=1 + num_seqs * blocks_each, block_size=config.block_size,
+        num_recent=num_seqs if config.kv_recent_block else 0,
+    )  # fmt: skip
     runner = ModelRunner(model, cache, config, max_model_len=max_model_len)
     scheduled = []
     for i in range(num_seqs):

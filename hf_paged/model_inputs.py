@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.config import EngineConfig
-from hf_paged.kernels.layout import AttentionMetadata
+from hf_paged.kernels.layout import AttentionMetadata, CurrentBlocks
 from hf_paged.request import Request, ScheduledRequest
 
 _ALIGN = 16  # bytes; every part starts where any dtype may be viewed
@@ -36,6 +36,7 @@ class StepShape:
     num_logits: int
     num_groups: int
     table_width: int  # columns of each block table
+    keeps_recent: bool = False  # whether layers keep current blocks
 
 
 class StepPacking:
@@ -56,6 +57,8 @@ class StepPacking:
             "seq_lens": ((s,), "int32"),
             "block_tables": ((g, s, shape.table_width), "int32"),
         }
+        if shape.keeps_recent:
+            sizes |= {"starts": ((s,), "int32"), "recent_slots": ((s,), "int32"), "recent_mapping": ((t,), "int64")}
         self._parts: dict[str, tuple[int, tuple[int, ...], str]] = {}
         offset = 0
         for name, (dims, dtype) in sizes.items():
@@ -94,6 +97,11 @@ class ModelInputs:
     def from_parts(
         cls, parts: dict[str, Tensor], *, num_decodes: int, max_seqlen_q: int, max_seq_len: int
     ) -> ModelInputs:
+        current = None
+        if "starts" in parts:
+            current = CurrentBlocks(
+                starts=parts["starts"], slots=parts["recent_slots"], slot_mapping=parts["recent_mapping"]
+            )
         metadata = tuple(
             AttentionMetadata(
                 cu_seqlens_q=parts["cu_seqlens_q"],
@@ -103,6 +111,7 @@ class ModelInputs:
                 num_decodes=num_decodes,
                 max_seqlen_q=max_seqlen_q,
                 max_seq_len=max_seq_len,
+                current=current,
             )
             for g in range(parts["block_tables"].shape[0])
         )
@@ -143,6 +152,7 @@ def of_last_tokens(meta: AttentionMetadata, tokens: Tensor) -> AttentionMetadata
         num_decodes=len(tokens),
         max_seqlen_q=1,
         max_seq_len=meta.max_seq_len,
+        current=None if meta.current is None else meta.current.of(rows, tokens),
     )
 
 
@@ -151,6 +161,7 @@ class InputBuilder:
 
     def __init__(self, config: EngineConfig, *, num_groups: int, max_model_len: int, device: torch.device) -> None:
         self._block_size = config.block_size
+        self.keeps_recent = config.kv_recent_block
         self._device = device
         self.table_capacity = math.ceil(max_model_len / config.block_size)
         self.num_groups = num_groups
@@ -174,6 +185,7 @@ class InputBuilder:
             num_logits=num_logits,
             num_groups=self.num_groups,
             table_width=math.ceil(longest / self._block_size),
+            keeps_recent=self.keeps_recent,
         )
 
     def build(
@@ -237,6 +249,13 @@ class InputBuilder:
         put(host["token_rows"], token_rows, pad=0)
         put(host["seq_lens"], starts + counts, pad=0)
         put(host["input_ids"], _token_ids(scheduled, total), pad=0)
+        if self.keeps_recent:  # row r keeps the block of its last token in slot r + 1
+            last = (starts + counts - 1) // self._block_size
+            put(host["starts"], last * self._block_size, pad=0)
+            put(host["recent_slots"], rows + 1, pad=0)
+            slots = np.repeat(rows + 1, counts) * self._block_size + offsets
+            put(host["recent_mapping"], np.where(columns == np.repeat(last, counts), slots, -1), pad=-1)
+            assert ((counts == 1) | (starts % self._block_size == 0)).all(), "a chunk begins inside a block"
         cu = host["cu_seqlens_q"]
         cu[: padded_decodes + 1] = np.arange(padded_decodes + 1)
         cu[padded_decodes + 1 :] = padded_decodes + total - decodes

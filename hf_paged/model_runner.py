@@ -19,7 +19,7 @@ from hf_paged.config import EngineConfig
 from hf_paged.cuda_graph import StepGraphs, StepTensors
 from hf_paged.fused_modules import RotaryCall, RotaryContext, leaves_tokens_out
 from hf_paged.kernels.fused_ops import input_tokens, likeliest_tokens, restore_output, rope_write
-from hf_paged.kernels.layout import AttentionMetadata, LayerKV
+from hf_paged.kernels.layout import AttentionMetadata, LayerKV, RecentRows
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.reshape_and_cache import write_kv
 from hf_paged.kv_cache import KVCache
@@ -45,32 +45,57 @@ class StepContext(RotaryContext):
             query = layer.transform.query(query)
             key, value = layer.transform.stored_key(key), layer.transform.stored_value(value)
         write_kv(layer, key, value, meta.slot_mapping, meta.derived)
-        return self._attended(query, layer, meta, call).unsqueeze(0)
+        recent = _recent_rows(layer, meta, key, value)
+        if recent is not None:
+            assert layer.recent is not None
+            recent.key.copy_(key)
+            recent.value.copy_(value)
+            write_kv(layer.recent, recent.key, recent.value, recent.slot_mapping)
+        return self._attended(query, layer, meta, call, recent).unsqueeze(0)
 
     def attend_rotary(self, call: RotaryCall) -> Tensor:
         layer, meta = self._pages(call.layer_idx)
+        recent = _recent_rows(layer, meta, call.key, call.value)
         query = rope_write(
             call.query, call.key, call.value, call.cos, call.sin, layer, meta.slot_mapping,
-            rope=call.rope, q_norm=call.q_norm, k_norm=call.k_norm, derived=meta.derived,
+            rope=call.rope, q_norm=call.q_norm, k_norm=call.k_norm, derived=meta.derived, recent=recent,
         )  # fmt: skip
         if call.is_last and self.wanted is not None:
             query, meta = query[self.wanted], of_last_tokens(meta, self.wanted)
-        return self._attended(query, layer, meta, call)
+        return self._attended(query, layer, meta, call, recent)
 
     def _attended(
-        self, query: Tensor, layer: LayerKV, meta: AttentionMetadata, call: AttentionCall | RotaryCall
+        self,
+        query: Tensor,
+        layer: LayerKV,
+        meta: AttentionMetadata,
+        call: AttentionCall | RotaryCall,
+        recent: RecentRows | None,
     ) -> Tensor:
         """Attention of a query that was made to meet stored keys, over the values that were stored."""
         sinks = call.sinks
         if layer.transform is not None:
             sinks = layer.transform.sinks(sinks, query, call.scale)
         out = paged_attention(
-            query, layer, meta, scale=call.scale, window=call.window, softcap=call.softcap, sinks=sinks
+            query, layer, meta, scale=call.scale, window=call.window, softcap=call.softcap, sinks=sinks, recent=recent
         )
         return restore_output(out, layer.transform)
 
     def _pages(self, layer_idx: int) -> tuple[LayerKV, AttentionMetadata]:
         return self._kv_cache.layers[layer_idx], self._metadata[self._kv_cache.group_of[layer_idx]]
+
+
+def _recent_rows(layer: LayerKV, meta: AttentionMetadata, key: Tensor, value: Tensor) -> RecentRows | None:
+    """Room for a step's rows as they came, of the shapes of `key` and `value`; None: the layer keeps codes only."""
+    if layer.recent is None:
+        return None
+    assert meta.current is not None
+    dtype, device = layer.recent.k.tensor.dtype, key.device
+    return RecentRows(
+        key=torch.empty(key.shape, dtype=dtype, device=device),
+        value=torch.empty(value.shape, dtype=dtype, device=device),
+        slot_mapping=meta.current.slot_mapping,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ _STORE_OPTIONS = (
     "num_blocks",
 )
 _ENGINE_OPTIONS = (
+    "kv_recent_block",
     "enable_prefix_caching",
     "swap_space",
     "max_num_batched_tokens",
@@ -87,6 +88,11 @@ class PagedCall:
             embeddings: Any = model.get_input_embeddings()
             _check_prompts(input_ids, model_kwargs.get("attention_mask"), embeddings.weight.shape[0])
         driver, reason = driver_for(self.view, generation_config, self.arguments, model_kwargs)
+        if self.cache_config.kv_recent_block and driver != "engine":
+            raise ValueError(
+                f"kv_recent_block=True is for calls that the engine runs, and this one runs in a {driver} ({reason}); "
+                "allowed: False"
+            )
         logger.info("paged generate: %s (%s)%s", driver, reason, _without_effect(driver, self.cache_config))
         if self.arguments.streamer is not None:
             self.arguments.streamer.put(input_ids.cpu())

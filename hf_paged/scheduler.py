@@ -71,6 +71,7 @@ class Scheduler:
             num_blocks,
             num_cpu_blocks=num_cpu_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
+            whole_blocks=config.kv_recent_block,
         )
         self.requests: dict[str, Request] = {}  # all that are not finished
         self.running: list[Request] = []  # by arrival
@@ -206,7 +207,7 @@ class Scheduler:
         while index < len(self.running) and step.budget:  # preemption shortens the list from its end
             request = self.running[index]
             index += 1
-            num_new = min(self._num_new_tokens(request), step.budget)
+            num_new = self._chunk(request.num_computed_tokens, self._num_new_tokens(request), step)
             if num_new and self._make_room(request, request.num_computed_tokens + num_new, step):
                 self._schedule_tokens(request, num_new, step)
 
@@ -234,8 +235,8 @@ class Scheduler:
 
     def _begin(self, request: Request, step: _Step) -> bool:
         start = self.blocks.find_start(request)
-        num_new = min(request.num_tokens - start.num_computed_tokens, step.budget)
-        if not self.blocks.fits(start, start.num_computed_tokens + num_new):
+        num_new = self._chunk(start.num_computed_tokens, request.num_tokens - start.num_computed_tokens, step)
+        if not num_new or not self.blocks.fits(start, start.num_computed_tokens + num_new):
             return False
         step.block_copies += self.blocks.start(request, start)
         self._enter_running(request, step)
@@ -243,13 +244,20 @@ class Scheduler:
         return True
 
     def _resume(self, request: Request, step: _Step) -> bool:
-        num_new = min(self._num_new_tokens(request), step.budget)
-        if not self.blocks.fits_swapped(request, request.num_computed_tokens + num_new):
+        num_new = self._chunk(request.num_computed_tokens, self._num_new_tokens(request), step)
+        if not num_new or not self.blocks.fits_swapped(request, request.num_computed_tokens + num_new):
             return False
         step.swap_in += self.blocks.swap_in(request)
         self._enter_running(request, step)
         self._schedule_tokens(request, num_new, step)
         return True
+
+    def _chunk(self, start: int, wanted: int, step: _Step) -> int:
+        """How many of `wanted` tokens from `start` on the step computes: all, or what its budget allows."""
+        if wanted <= step.budget or not self.blocks.whole_blocks:
+            return min(wanted, step.budget)
+        end = start + step.budget
+        return max(end - end % self.blocks.block_size - start, 0)
 
     def _schedule_tokens(self, request: Request, num_new: int, step: _Step) -> None:
         start = request.num_computed_tokens

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_paged.kernels import cpu_kernels, reference_fused
 from hf_paged.kernels.cpu_launch import bits, launch
-from hf_paged.kernels.layout import LayerKV, PlainPages
+from hf_paged.kernels.layout import LayerKV, PlainPages, RecentRows
 from hf_paged.kernels.reference import once
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
 
@@ -68,7 +68,7 @@ def takes_rope(query: Tensor, key: Tensor, value: Tensor, rope: Rope, norm: RMSN
 
 def rope_write(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, layer: LayerKV, slot_mapping: Tensor,
-    rope: Rope, derived: dict[Any, Any] | None,
+    rope: Rope, derived: dict[Any, Any] | None, recent: RecentRows | None = None,
 ) -> Tensor:  # fmt: skip
     """`reference_fused.rope_write` without norms; other pages than plain bf16 ones are written by it."""
     tokens, kv_heads, head_dim = key.shape
@@ -81,7 +81,7 @@ def rope_write(
     query = _rope_write(query, key, value[..., :0], cos, sin, rotated, rotated, each, rope, derived)
     rest = Rope(rotary_dim=0)
     return reference_fused.rope_write(
-        query, rotated[:, :, 0], value, cos, sin, layer, slot_mapping, rope=rest, derived=derived
+        query, rotated[:, :, 0], value, cos, sin, layer, slot_mapping, rope=rest, derived=derived, recent=recent
     )
 
 

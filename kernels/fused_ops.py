@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_paged.kernels import cpu_linear, reference_fused
 from hf_paged.kernels.cpu_launch import on_cpu
 from hf_paged.kernels.kv_transform import KVTransform
-from hf_paged.kernels.layout import LayerKV
+from hf_paged.kernels.layout import LayerKV, RecentRows
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
 
 _FEW_ROWS = 16  # at most so many rows are bound by reading the weight: there our kernel is 5 to 20% faster than cuBLAS
@@ -99,23 +99,27 @@ def rope_write(
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
     derived: dict[Any, Any] | None = None,
+    recent: RecentRows | None = None,
 ) -> Tensor:
     """Rotate query and key, store key and value in the pages as the layer's transform says; the query to meet them.
 
-    `derived` is that of the step's `AttentionMetadata`.
+    `derived` is that of the step's `AttentionMetadata`; `recent` is filled where the layer keeps `recent` blocks.
     """
     if on_cpu(query):
         from hf_paged.kernels import cpu_fused
 
         if cpu_fused.takes_rope(query, key, value, rope, q_norm):
-            return cpu_fused.rope_write(query, key, value, cos, sin, layer, slot_mapping, rope, derived)
+            return cpu_fused.rope_write(query, key, value, cos, sin, layer, slot_mapping, rope, derived, recent)
     if not query.is_cuda:
         return reference_fused.rope_write(
-            query, key, value, cos, sin, layer, slot_mapping, rope=rope, q_norm=q_norm, k_norm=k_norm, derived=derived
-        )
+            query, key, value, cos, sin, layer, slot_mapping, rope=rope, q_norm=q_norm, k_norm=k_norm, derived=derived,
+            recent=recent,
+        )  # fmt: skip
     from hf_paged.kernels.rope_write import rope_write as launch
 
-    return launch(query, key, value, cos, sin, layer, slot_mapping, rope=rope, q_norm=q_norm, k_norm=k_norm)
+    return launch(
+        query, key, value, cos, sin, layer, slot_mapping, rope=rope, q_norm=q_norm, k_norm=k_norm, recent=recent
+    )
 
 
 def restore_output(out: Tensor, transform: KVTransform | None) -> Tensor:

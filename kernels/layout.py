@@ -107,11 +107,16 @@ class LayerKV:
 
     `transform` says how what the pages hold follows from keys and values; None: they are the same. Whoever writes or
     attends applies it; the kernels below see stored rows only.
+
+    `recent` keeps the block that a sequence is filling as it came, beside its codes: plain pages
+    `[num_slots, kv_heads, block_size, head_dim]`, one slot per running sequence, slot 0 for none. A query then reads
+    the keys and values of its own block as they came, all before it as codes. None: codes only.
     """
 
     k: Pages
     v: Pages
     transform: KVTransform | None = None
+    recent: LayerKV | None = None
 
     @property
     def block_size(self) -> int:
@@ -133,11 +138,36 @@ class LayerKV:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecentRows:
+    """What the tokens of a step leave in `LayerKV.recent`: stored rows that were not quantized."""
+
+    key: Tensor  # [num_tokens, kv_heads, head_dim], contiguous, in the dtype of `recent`
+    value: Tensor  # [num_tokens, kv_heads, v_head_dim]
+    slot_mapping: Tensor  # `CurrentBlocks.slot_mapping`
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurrentBlocks:
+    """Where the sequences of a step have the block of their last token, for layers that keep it as it came."""
+
+    starts: Tensor  # [num_seqs] int32, tokens before that block
+    slots: Tensor  # [num_seqs] int32, of `LayerKV.recent`; 0: there is no token
+    slot_mapping: Tensor  # [num_tokens] int64, slot * block_size + offset; -1: of an earlier block
+
+    def of(self, rows: Tensor, tokens: Tensor) -> CurrentBlocks:
+        """Those of some sequences, and of their last `tokens`; both int64."""
+        return CurrentBlocks(starts=self.starts[rows], slots=self.slots[rows], slot_mapping=self.slot_mapping[tokens])
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
     """The shape of one step for the layers of one KV group.
 
     Sequences with exactly one query token come first; `num_decodes` counts them. `max_seqlen_q` and `max_seq_len` are
     Python bounds that size the launch (a captured graph uses its capacity); the tensors decide what is read.
+
+    With `current`, sequences of several query tokens begin these at a block's start: what they need of their own blocks
+    is the step's own.
     """
 
     cu_seqlens_q: Tensor  # [num_seqs + 1] int32, query token offsets
@@ -147,6 +177,7 @@ class AttentionMetadata:
     num_decodes: int
     max_seqlen_q: int
     max_seq_len: int
+    current: CurrentBlocks | None = None  # None: no layer keeps any
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # worked out once for all layers
 
     @property

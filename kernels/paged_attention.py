@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_paged.kernels import reference
 from hf_paged.kernels.cpu_launch import on_cpu
-from hf_paged.kernels.layout import AttentionMetadata, LayerKV
+from hf_paged.kernels.layout import AttentionMetadata, LayerKV, RecentRows
 
 
 def paged_attention(
@@ -18,16 +18,17 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    recent: RecentRows | None = None,
 ) -> Tensor:
     """Causal attention of `query` `[T, heads, head_dim]` over the pages of its sequences -> `[T, heads, v_head_dim]`.
 
     `reference.paged_attention` defines the result. On a GPU nothing synchronises, and a step of decodes alone can be
     captured in a CUDA graph: its launch depends on `meta`'s Python bounds only. Rows beyond `cu_seqlens_q[-1]` (padding
-    of a bucketed step) become zeros.
+    of a bucketed step) become zeros. `recent`: the step's own rows, where the layer keeps `recent` blocks.
     """
     if not query.is_cuda:
         decoded = None
-        if meta.num_decodes and softcap is None and sinks is None and on_cpu(query):
+        if meta.num_decodes and softcap is None and sinks is None and layer.recent is None and on_cpu(query):
             from hf_paged.kernels import cpu_attention  # Numba is not there for everybody, and slow to import
 
             if cpu_attention.takes(query, layer):
@@ -35,15 +36,21 @@ def paged_attention(
                     query[: meta.num_decodes], layer, meta, scale=scale, window=window
                 )
         return reference.paged_attention(
-            query, layer, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, fast=True, decoded=decoded
-        )
+            query, layer, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, fast=True, decoded=decoded,
+            recent=recent,
+        )  # fmt: skip
     from hf_paged.kernels.decode_attention import decode_attention  # Triton exists on Linux only
+    from hf_paged.kernels.decode_recent import decode_recent
     from hf_paged.kernels.prefill_attention import prefill_attention
 
     only_decodes = meta.num_seqs == meta.num_decodes
     out = (query.new_empty if only_decodes else query.new_zeros)((*query.shape[:2], layer.v.head_dim))
-    if meta.num_decodes:
+    if meta.num_decodes and layer.recent is None:
         decode_attention(query, layer, meta, out, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    elif meta.num_decodes:
+        decode_recent(query, layer, meta, out, scale=scale, softcap=softcap, sinks=sinks)
     if not only_decodes:
-        prefill_attention(query, layer, meta, out, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        prefill_attention(
+            query, layer, meta, out, scale=scale, window=window, softcap=softcap, sinks=sinks, recent=recent
+        )
     return out

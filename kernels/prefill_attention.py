@@ -3,8 +3,9 @@
 One program takes a tile of queries of one sequence and one KV head; the query heads of that KV head share the tile's
 rows, so every key tile is read once for all of them. Programs find their sequence by bisection in `cu_seqlens_q`, which
 needs no host knowledge of the lengths: the grid is a bound from Python. Later tiles have more keys and start first.
-Keys come from the pages, the chunk's own too, so a chunk sees exactly what a later step will see. Only tiles that the
-causal diagonal or the window's edge crosses are masked.
+Keys come from the pages, the chunk's own too, so a chunk sees exactly what a later step will see; where a layer keeps
+`recent` blocks, those of a query's own block come from the step instead. Only tiles that the causal diagonal or the
+window's edge crosses are masked.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from torch import Tensor
 from hf_paged.kernels import prefill_workspace
 from hf_paged.kernels.decode_attention import base2_scale, channel_block, dot_dtype, scale_of
 from hf_paged.kernels.group_tile import group_tile
-from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, PlainPages
+from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, PlainPages, RecentRows
 from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.prefill_config import PrefillConfig, choose_config
+from hf_paged.kernels.prefill_recent import own_block_tiles
 from hf_paged.kernels.tiles import normalise_rows, softmax_step
 
 
@@ -52,7 +54,7 @@ def _key_tiles(
     v_unit,
     q,
     q_unit,
-    position,  # [ROWS] of the queries
+    position,  # [ROWS] of the last keys that the queries see
     first_key,  # first key that any of them sees; blocks before it may be freed
     seq_len,
     window,
@@ -166,6 +168,8 @@ def _prefill(
     cu_seqlens_ptr,  # [num_seqs + 1] int32
     seq_lens_ptr,  # [num_seqs] int32
     sinks_ptr,  # [heads], or [T, heads] where SINKS is 2
+    own_k_ptr,  # [T, kv_heads, K_DIM], of the step's own tokens, where RECENT
+    own_v_ptr,  # [T, kv_heads, V_DIM]
     first_seq,
     num_seqs,
     q_stride_t,
@@ -176,6 +180,8 @@ def _prefill(
     k_scale_stride,
     v_stride,
     v_scale_stride,
+    own_k_stride,
+    own_v_stride,
     tables_stride,
     tokens,  # of a block, where WORKSPACE
     scale,  # softmax scale; times log2 e without SOFTCAP, times 2 log2 e / softcap with it
@@ -190,6 +196,7 @@ def _prefill(
     V_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WORKSPACE: tl.constexpr,
+    RECENT: tl.constexpr,  # tokens of a block, 0: codes only
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -200,6 +207,7 @@ def _prefill(
     V_INT4: tl.constexpr,
     K_DOT: tl.constexpr,
     V_DOT: tl.constexpr,
+    OWN_DOT: tl.constexpr,
     BYTE_PERMUTE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -223,7 +231,8 @@ def _prefill(
     dk = tl.arange(0, K_BLOCK)
     dv = tl.arange(0, V_BLOCK)
     q_offset = (q_begin + query).to(tl.int64) * q_stride_t + head * q_stride_h
-    q = tl.load(q_ptr + q_offset[:, None] + dk[None, :], mask=live[:, None] & (dk < K_DIM)[None, :], other=0.0)
+    q_mask = live[:, None] & (dk < K_DIM)[None, :]
+    q = tl.load(q_ptr + q_offset[:, None] + dk[None, :], mask=q_mask, other=0.0)
     q, q_unit = normalise_rows(q, K_DOT, K_SCALED)
     q_unit *= scale
 
@@ -236,15 +245,23 @@ def _prefill(
         first_row = (seq * tl.num_programs(0) + kv_head).to(tl.int64) * tokens
         k_ptr += first_row * K_DIM
         v_ptr += first_row * V_DIM
+    first_position = history + first_query
     last_position = history + tl.minimum(first_query + QUERIES, q_len) - 1
+    last_seen = position
+    first_end = first_position + 1  # keys that the first query sees here, and the last one
+    last_end = last_position + 1
+    if RECENT:  # the rest is the step's own
+        last_seen = position // RECENT * RECENT - 1
+        first_end = first_position // RECENT * RECENT
+        last_end = last_position // RECENT * RECENT
     first_key = 0
     open_begin = 0
     if WINDOW:
-        first_key = tl.maximum(history + first_query - window + 1, 0)
+        first_key = tl.maximum(first_position - window + 1, 0)
         # the first tile that lies inside the window of the last query, hence of all
         open_begin = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE)
-    end = last_position // TILE + 1
-    open_end = tl.maximum((history + first_query + 1) // TILE, open_begin)  # tiles before it precede every query
+    end = tl.cdiv(last_end, TILE)
+    open_end = tl.maximum(first_end // TILE, open_begin)  # tiles before it precede every query
     open_begin = tl.minimum(open_begin, end)
     open_end = tl.minimum(open_end, end)
 
@@ -253,7 +270,7 @@ def _prefill(
         first = first_key // TILE if region == 0 else (open_begin if region == 1 else open_end)
         last = open_begin if region == 0 else (open_end if region == 1 else end)
         acc, total, top, v_unit = _key_tiles(
-            first, last, acc, total, top, v_unit, q, q_unit, position, first_key, seq_len, window, softcap,
+            first, last, acc, total, top, v_unit, q, q_unit, last_seen, first_key, seq_len, window, softcap,
             table_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, k_stride, k_scale_stride, v_stride, v_scale_stride,
             kv_head, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, WORKSPACE, TILE, region != 1, WINDOW, SOFTCAP,
             K_SCALED, V_SCALED, K_INT4, V_INT4, K_DOT, V_DOT, BYTE_PERMUTE, STAGES,
@@ -261,6 +278,13 @@ def _prefill(
 
     if V_SCALED:
         acc *= v_unit
+    if RECENT:
+        q = tl.load(q_ptr + q_offset[:, None] + dk[None, :], mask=q_mask, other=0.0).to(OWN_DOT)
+        acc, total, top = own_block_tiles(
+            acc, total, top, q, scale, softcap, position, first_end, last_position, q_begin - history,
+            own_k_ptr + kv_head * K_DIM, own_v_ptr + kv_head * V_DIM, own_k_stride, own_v_stride,
+            K_DIM, V_DIM, K_BLOCK, V_BLOCK, RECENT, TILE, SOFTCAP, OWN_DOT,
+        )  # fmt: skip
     if SINKS:
         at = (q_begin + query).to(tl.int64) * (tl.num_programs(0) * GROUP) * (SINKS - 1) + head
         sink = tl.load(sinks_ptr + at, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -284,6 +308,7 @@ def prefill_attention(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    recent: RecentRows | None = None,
     config: PrefillConfig | None = None,
 ) -> None:
     """Attention of the rows of `query` `[T, heads, head_dim]` after the decodes, written to the same rows of `out`.
@@ -302,25 +327,23 @@ def prefill_attention(
     for kv_heads, values in slices:
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
         of_heads = None if sinks is None else sinks[..., heads].contiguous()
-        attend(query[:, heads], values, meta, out[:, heads], sinks=of_heads, workspace=workspace)
+        own = None if recent is None else (recent.key[:, kv_heads], recent.value[:, kv_heads], layer.block_size)
+        attend(query[:, heads], values, meta, out[:, heads], sinks=of_heads, own=own, workspace=workspace)
 
 
 def _attend(
-    query: Tensor,
-    layer: LayerKV,
-    meta: AttentionMetadata,
-    out: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    config: PrefillConfig | None,
-    workspace: bool,
-) -> None:
-    """One launch, over pages, or over a workspace that holds one block per prompt."""
+    query: Tensor, layer: LayerKV, meta: AttentionMetadata, out: Tensor, *,
+    scale: float, window: int | None, softcap: float | None, sinks: Tensor | None, config: PrefillConfig | None,
+    own: tuple[Tensor, Tensor, int] | None, workspace: bool,
+) -> None:  # fmt: skip
+    """One launch, over pages, or over a workspace that holds one block per prompt.
+
+    `own`: K and V of the step's tokens `[T, kv_heads, head_dim]` and tokens per block, where a query's own block is
+    taken from there.
+    """
     heads = query.shape[1]
     k, v = layer.k.tensor, layer.v.tensor
+    own_k, own_v, recent = (query, query, 0) if own is None else own
     kv_heads = k.shape[1]
     group = heads // kv_heads
     num_seqs = meta.num_seqs - meta.num_decodes
@@ -339,17 +362,15 @@ def _attend(
         meta.cu_seqlens_q,
         meta.seq_lens,
         query if sinks is None else sinks,
+        own_k,
+        own_v,
         meta.num_decodes,
         num_seqs,
         query.stride(0),
         query.stride(1),
         out.stride(0),
         out.stride(1),
-        k.stride(0),
-        scale_of(layer.k).stride(0),
-        v.stride(0),
-        scale_of(layer.v).stride(0),
-        meta.block_tables.stride(0),
+        *(x.stride(0) for x in (k, scale_of(layer.k), v, scale_of(layer.v), own_k, own_v, meta.block_tables)),
         k.shape[2] if workspace else 0,
         *base2_scale(scale, softcap),
         window or 0,
@@ -362,6 +383,7 @@ def _attend(
         V_BLOCK=channel_block(layer.v.head_dim),
         BLOCK_SIZE=1 if workspace else layer.block_size,
         WORKSPACE=workspace,
+        RECENT=recent,
         TILE=config.tile,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
@@ -372,6 +394,7 @@ def _attend(
         V_INT4=isinstance(layer.v, GroupPages),
         K_DOT=dot_dtype(query, layer.k),
         V_DOT=dot_dtype(query, layer.v),
+        OWN_DOT=dot_dtype(query, PlainPages(data=own_k)),
         BYTE_PERMUTE=config.byte_permute and query.is_cuda,
         STAGES=config.num_stages,
         num_warps=config.num_warps,

@@ -27,8 +27,10 @@ from hf_paged.kernels.layout import (
     LayerKV,
     Pages,
     PlainPages,
+    RecentRows,
     num_groups,
 )
+from hf_paged.kernels.reference_recent import current_of_decodes, put_current_blocks, with_own_block
 
 T = TypeVar("T")
 
@@ -179,11 +181,13 @@ def paged_attention(
     sinks: Tensor | None = None,
     fast: bool = False,
     decoded: Tensor | None = None,
+    recent: RecentRows | None = None,
 ) -> Tensor:
     """Causal attention of `query` over the pages of its sequences.
 
     Query i of a sequence sits at position `seq_len - q_len + i` and sees the keys at positions <= its own and, with a
-    `window`, > its own - window. A row of `seq_lens` 0 (padding of a captured graph) gives zeros.
+    `window`, > its own - window. A row of `seq_lens` 0 (padding of a captured graph) gives zeros. Where a layer keeps
+    `recent` blocks, the keys and values of a query's own block are those that were not quantized.
 
     Args:
         query: `[T, heads, head_dim]`, heads a multiple of the pages' kv_heads.
@@ -194,6 +198,7 @@ def paged_attention(
             widening their keys costs as much as attention. It sums in fp32 and rounds probabilities to 16 bits, as for
             dense attention. (For prompts sdpa in fp32 is 1.6 times as fast as in bf16 on a CPU without AMX.)
         decoded: `[num_decodes, heads, v_head_dim]`, the result of the single queries where it is known already.
+        recent: the step's own rows, where the layer keeps `recent` blocks and sequences have several queries.
 
     Returns:
         `[T, heads, v_head_dim]` in the dtype of `query`.
@@ -223,39 +228,42 @@ def paged_attention(
             own = q[rows].to(compute)
             tile = _KEY_TILE if own.dtype == query.dtype and softcap is None and sinks is None else 1
             of_rows = None if sinks is None else sinks[rows]
-            out[rows] = _prefill(own, layer, meta.block_tables[i], seq_lens[i], scale, window, softcap, of_rows, tile)
+            kept = None if recent is None else (recent.key[rows].to(compute), recent.value[rows].to(compute))
+            out[rows] = _prefill(
+                own, layer, meta.block_tables[i], seq_lens[i], scale, window, softcap, of_rows, tile, kept
+            )
     return out
 
 
 def _decode(
-    q: Tensor,
-    layer: LayerKV,
-    meta: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    q: Tensor, layer: LayerKV, meta: AttentionMetadata, scale: float, window: int | None, softcap: float | None,
     sinks: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """One query per sequence: `q` `[B, kv_heads, group, head_dim]` -> `[B, heads, v_head_dim]`."""
     which = ("decode groups", layer.block_size, window)
     plan = once(meta.derived, which, lambda: decode_groups(meta, layer.block_size, window))
+    current = current_of_decodes(meta, layer)
     if plan.order is not None:
         q = q[plan.order]
-        sinks = None if sinks is None else sinks[plan.order]
-    out = [
-        _decode_group(q[rows], layer, keys, scale, softcap, None if sinks is None else sinks[rows])
-        for rows, keys in plan.groups
-    ]
+        sinks, current = (None if x is None else x[plan.order] for x in (sinks, current))
+    out = []
+    for rows, keys in plan.groups:
+        of_rows, own = (None if x is None else x[rows] for x in (sinks, current))
+        out.append(_decode_group(q[rows], layer, keys, scale, softcap, of_rows, own))
     return out[0] if plan.place is None else torch.cat(out)[plan.place]
 
 
 def _decode_group(
-    q: Tensor, layer: LayerKV, keys: DecodeKeys, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+    q: Tensor, layer: LayerKV, keys: DecodeKeys, scale: float, softcap: float | None, sinks: Tensor | None,
+    current: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The queries of one group, as `_decode`."""
     if keys.table.shape[1] == 0:
         return q.new_zeros(q.shape[0], q.shape[1] * q.shape[2], layer.v.head_dim)
     k, v = _gather_layer(layer, keys.table, q.dtype, blank=keys.unused)
+    if current is not None:
+        assert layer.recent is not None
+        put_current_blocks(k, v, layer.recent, current, keys.unused)
     out = _attend(q, k[:, :, : keys.length], v[:, :, : keys.length], keys.mask, scale, softcap, sinks)
     if len(keys.empty):
         out[keys.empty] = 0.0
@@ -263,21 +271,16 @@ def _decode_group(
 
 
 def _prefill(
-    q: Tensor,
-    layer: LayerKV,
-    table: Tensor,
-    seq_len: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    tile: int,
-) -> Tensor:
+    q: Tensor, layer: LayerKV, table: Tensor, seq_len: int, scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None, tile: int, own: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
     """The queries of one sequence: `q` `[q_len, kv_heads, group, head_dim]` -> `[q_len, heads, v_head_dim]`.
 
     Keys are taken in whole tiles, counted from position 0, zeros where there are none: with a tile of `_KEY_TILE` a row
     is summed in the same order, to the same bits, however a prompt is cut. 16-bit rows, and layers that torch's
     blockwise kernel does not take, do without (`tile` 1).
+
+    `own`: K and V of these tokens as they came, `[q_len, kv_heads, head_dim]`, which the queries of each block read.
     """
     q_len, heads, head_dim = q.shape[0], q.shape[1] * q.shape[2], q.shape[3]
     history = seq_len - q_len  # position of the first query
@@ -295,10 +298,13 @@ def _prefill(
     sinks = None if sinks is None else sinks.permute(1, 2, 0)
     q = q.permute(1, 2, 0, 3)  # [kv_heads, group, q_len, head_dim]
     fused = softcap is None and sinks is None and v.shape[-1] == head_dim  # torch's blockwise kernel: no score scratch
-    if fused and window is None and history == 0 and tile == 1:
+    if fused and window is None and history == 0 and tile == 1 and own is None:
         return _attend(q, k, v, None, scale, None, None, causal=True).permute(2, 0, 1, 3).flatten(1, 2)
     out = []
     chunk = min(max(SCRATCH_ELEMENTS // (heads * (seq_len - start)), 32), 256)
+    if own is not None:
+        assert window is None and history % layer.block_size == 0, (window, history)
+        chunk = layer.block_size
     for i in range(0, q_len, chunk):
         rows = q[:, :, i : i + chunk]
         last = history + i + rows.shape[2]  # keys at and after it are in every row's future
@@ -310,9 +316,11 @@ def _prefill(
         mask = key_positions <= query_positions
         if window:
             mask &= key_positions > query_positions - window
-        keys = slice(low - start, end - start)
+        seen = tuple(x[:, :, low - start : end - start] for x in (k, v))
+        if own is not None:
+            seen = tuple(with_own_block(x, y[i : i + chunk], history + i) for x, y in zip(seen, own, strict=True))
         of_rows = None if sinks is None else sinks[:, :, i : i + chunk]
-        out.append(_attend(rows, k[:, :, keys], v[:, :, keys], mask, scale, softcap, of_rows))
+        out.append(_attend(rows, seen[0], seen[1], mask, scale, softcap, of_rows))
     return torch.cat(out, 2).permute(2, 0, 1, 3).flatten(1, 2)
 
 

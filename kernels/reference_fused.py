@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_paged.kernels import reference
-from hf_paged.kernels.layout import LayerKV
+from hf_paged.kernels.layout import LayerKV, RecentRows
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -124,6 +124,7 @@ def rope_write(
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
     derived: dict[Any, Any] | None = None,
+    recent: RecentRows | None = None,
 ) -> Tensor:
     """Normalise and rotate `query` and `key`, store `key` and `value` in the pages, return the query.
 
@@ -138,6 +139,7 @@ def rope_write(
         slot_mapping: `[T]` int64, -1 = do not write (the query is computed all the same).
         q_norm, k_norm: per head, before the rotation; both or none, alike but for their weights.
         derived: `AttentionMetadata.derived` of the step.
+        recent: where the layer keeps `recent` blocks, filled with the rows that are stored before they are quantized.
 
     Returns:
         `[T, heads, head_dim]`, contiguous, in the dtype of `query`.
@@ -150,4 +152,9 @@ def rope_write(
     if (transform := layer.transform) is not None:
         query, key, value = transform.query(query), transform.stored_key(key), transform.stored_value(value)
     reference.write_kv(layer, key, value, slot_mapping, derived)
+    if recent is not None:
+        recent.key.copy_(key)
+        recent.value.copy_(value)
+        assert layer.recent is not None
+        reference.write_kv(layer.recent, recent.key, recent.value, recent.slot_mapping)
     return query.contiguous()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_paged.kernels.hadamard_tile import hadamard_tile
 from hf_paged.kernels.kv_transform import KVTransform, rotation_block
-from hf_paged.kernels.layout import LayerKV
+from hf_paged.kernels.layout import LayerKV, RecentRows
 from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.overlap import begin, overlap
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
@@ -109,10 +109,11 @@ def _write_query(
 @triton.jit
 def _write_key(
     token, head, live, block, row_in_block, d, k_ptr, weight_ptr, cos_ptr, sin_ptr, pages_ptr, scale_ptr,
-    offset_ptr, factor_ptr, stride_t, stride_h, angle_stride, page_stride, scale_stride, eps,
+    offset_ptr, factor_ptr, own_ptr, recent_ptr, recent_slot, stride_t, stride_h, angle_stride, page_stride,
+    scale_stride, recent_stride, eps,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr, OFFSET: tl.constexpr, CAST_FIRST: tl.constexpr, CODE_MAX: tl.constexpr,
-    TRANSFORM: tl.constexpr, ROTATION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TRANSFORM: tl.constexpr, ROTATION: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
     """A tile of key heads, to the page rows of their token."""
     keep = head < HEADS
@@ -132,13 +133,16 @@ def _write_key(
     store_tile(
         k, mask, live, pages_ptr, scale_ptr, block, row_in_block, page_stride, scale_stride, d, HEAD_DIM, CODE_MAX
     )
+    if RECENT:
+        _keep(k, token, head, keep, d, own_ptr, recent_ptr, recent_slot, recent_stride, HEADS, HEAD_DIM, BLOCK_SIZE)
 
 
 @triton.jit
 def _write_value(
-    token, head, live, block, row_in_block, c, v_ptr, pages_ptr, scale_ptr, offset_ptr,
-    stride_t, stride_h, page_stride, scale_stride,
-    HEADS: tl.constexpr, V_DIM: tl.constexpr, CODE_MAX: tl.constexpr, V_OFFSET: tl.constexpr, ROTATION: tl.constexpr,
+    token, head, live, block, row_in_block, c, v_ptr, pages_ptr, scale_ptr, offset_ptr, own_ptr, recent_ptr,
+    recent_slot, stride_t, stride_h, page_stride, scale_stride, recent_stride,
+    HEADS: tl.constexpr, V_DIM: tl.constexpr, CODE_MAX: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    V_OFFSET: tl.constexpr, ROTATION: tl.constexpr, RECENT: tl.constexpr,
 ):  # fmt: skip
     """A tile of value heads, to the page rows of their token."""
     inside = (head < HEADS)[:, None] & (c < V_DIM)[None, :]
@@ -151,6 +155,24 @@ def _write_value(
         v = hadamard_tile(v.to(tl.float32), ROTATION)
     mask = live[:, None] & (c < V_DIM)[None, :]
     store_tile(v, mask, live, pages_ptr, scale_ptr, block, row_in_block, page_stride, scale_stride, c, V_DIM, CODE_MAX)
+    if RECENT:
+        inside_heads = head < HEADS
+        _keep(
+            v, token, head, inside_heads, c, own_ptr, recent_ptr, recent_slot, recent_stride, HEADS, V_DIM, BLOCK_SIZE
+        )
+
+
+@triton.jit
+def _keep(
+    x, token, head, inside, d, own_ptr, recent_ptr, slot, recent_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Stored rows as they came: to the step's own, and to their sequence's current block if they are of it."""
+    x = x.to(own_ptr.dtype.element_ty)
+    mask = inside[:, None] & (d < DIM)[None, :]
+    tl.store(own_ptr + ((token * HEADS + head) * DIM)[:, None] + d[None, :], x, mask=mask)
+    row = slot // BLOCK_SIZE * recent_stride + (head * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM
+    tl.store(recent_ptr + row[:, None] + d[None, :], x, mask=mask & (slot >= 0)[:, None])
 
 
 @triton.jit
@@ -168,12 +190,17 @@ def _rope_write(
     v_pages_ptr,  # [num_blocks, KV_HEADS, BLOCK_SIZE, V_DIM]
     v_scale_ptr,  # [num_blocks, KV_HEADS, BLOCK_SIZE] fp16
     slot_ptr,  # [T] int64
+    own_k_ptr,  # [T, KV_HEADS, HEAD_DIM], as the others below where RECENT
+    own_v_ptr,  # [T, KV_HEADS, V_DIM]
+    recent_k_ptr,  # [num_slots, KV_HEADS, BLOCK_SIZE, HEAD_DIM]
+    recent_v_ptr,  # [num_slots, KV_HEADS, BLOCK_SIZE, V_DIM]
+    recent_slot_ptr,  # [T] int64
     k_offset_ptr,  # [KV_HEADS, HEAD_DIM] fp32
     k_factor_ptr,  # [KV_HEADS, HEAD_DIM] fp32
     v_offset_ptr,  # [KV_HEADS, V_DIM] fp32
     q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     angle_stride_t, angle_stride,  # the latter between the angles of neighbouring pairs
-    k_stride, k_scale_stride, v_stride, v_scale_stride, q_eps, k_eps,
+    k_stride, k_scale_stride, v_stride, v_scale_stride, recent_k_stride, recent_v_stride, q_eps, k_eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, Q_ROWS: tl.constexpr, KV_ROWS: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -181,6 +208,7 @@ def _rope_write(
     K_CODE_MAX: tl.constexpr, V_CODE_MAX: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TRANSFORM: tl.constexpr, V_OFFSET: tl.constexpr,
     K_ROTATION: tl.constexpr, V_ROTATION: tl.constexpr,  # channels rotated together, 1: no rotation
+    RECENT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     begin(OVERLAP)
@@ -202,18 +230,21 @@ def _rope_write(
         slot = tl.load(slot_ptr + token) + tl.zeros_like(head)
         live = (head < KV_HEADS) & (slot >= 0)
         block, row_in_block = slot // BLOCK_SIZE, head * BLOCK_SIZE + slot % BLOCK_SIZE
+        recent_slot = slot
+        if RECENT:
+            recent_slot = tl.load(recent_slot_ptr + token) + tl.zeros_like(head)
         if tile < Q_TILES + KV_TILES:
             _write_key(
                 token, head, live, block, row_in_block, d, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_pages_ptr,
-                k_scale_ptr, k_offset_ptr, k_factor_ptr, k_stride_t, k_stride_h, angle_stride, k_stride, k_scale_stride,
-                k_eps, KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORM, OFFSET, CAST_FIRST, K_CODE_MAX,
-                TRANSFORM, K_ROTATION,
+                k_scale_ptr, k_offset_ptr, k_factor_ptr, own_k_ptr, recent_k_ptr, recent_slot, k_stride_t, k_stride_h,
+                angle_stride, k_stride, k_scale_stride, recent_k_stride, k_eps, KV_HEADS, HEAD_DIM, ROTARY_DIM,
+                INTERLEAVED, NORM, OFFSET, CAST_FIRST, K_CODE_MAX, BLOCK_SIZE, TRANSFORM, K_ROTATION, RECENT,
             )  # fmt: skip
         else:
             _write_value(
                 token, head, live, block, row_in_block, tl.arange(0, BLOCK_V), v_ptr, v_pages_ptr, v_scale_ptr,
-                v_offset_ptr, v_stride_t, v_stride_h, v_stride, v_scale_stride, KV_HEADS, V_DIM, V_CODE_MAX,
-                V_OFFSET, V_ROTATION,
+                v_offset_ptr, own_v_ptr, recent_v_ptr, recent_slot, v_stride_t, v_stride_h, v_stride, v_scale_stride,
+                recent_v_stride, KV_HEADS, V_DIM, V_CODE_MAX, BLOCK_SIZE, V_OFFSET, V_ROTATION, RECENT,
             )  # fmt: skip
 
 
@@ -230,6 +261,7 @@ def rope_write(
     rope: Rope,
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
+    recent: RecentRows | None = None,
 ) -> Tensor:
     """`reference_fused.rope_write` on a GPU."""
     tokens, q_heads, head_dim = query.shape
@@ -243,13 +275,18 @@ def rope_write(
     tiles = triton.cdiv(q_heads, shape["Q_ROWS"]) + 2 * triton.cdiv(shape["KV_HEADS"], shape["KV_ROWS"])
     weights = (query if q_norm is None else q_norm.weight, key if k_norm is None else k_norm.weight)
     strides = (stride for x in (query, key, value) for stride in x.stride()[:2])
+    kept: tuple[Tensor, ...] = (query,) * 5
+    if layer.recent is not None:
+        assert recent is not None
+        pages = (layer.recent.k.tensor, layer.recent.v.tensor)
+        kept = (recent.key, recent.value, *pages, recent.slot_mapping)
     _rope_write[(tokens, tiles)](
-        query, key, value, cos, sin, *weights, out, k_data, k_scale, v_data, v_scale, slot_mapping,
+        query, key, value, cos, sin, *weights, out, k_data, k_scale, v_data, v_scale, slot_mapping, *kept,
         *_parameters(layer.transform, query),
         *strides,
         cos.stride(0),
         cos.stride(1) * rope.angle_step,
-        *(x.stride(0) for x in (k_data, k_scale, v_data, v_scale)),
+        *(x.stride(0) for x in (k_data, k_scale, v_data, v_scale, *kept[2:4])),
         *(0.0 if norm is None else norm.eps for norm in (q_norm, k_norm)),
         **shape,
         ROTARY_DIM=rope.rotary_dim,
@@ -260,6 +297,7 @@ def rope_write(
         K_CODE_MAX=k_max,
         V_CODE_MAX=v_max,
         BLOCK_SIZE=layer.block_size,
+        RECENT=layer.recent is not None,
         **overlap(out),
     )  # fmt: skip
     return out

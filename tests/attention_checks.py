@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_paged.kernels import prefill_workspace
 from hf_paged.kernels.decode_attention import decode_attention
 from hf_paged.kernels.decode_config import DecodeConfig
+from hf_paged.kernels.decode_recent import decode_recent
 from hf_paged.kernels.layout import LayerKV, PlainPages
 from hf_paged.kernels.prefill_attention import prefill_attention
 from hf_paged.kernels.prefill_config import PrefillConfig
@@ -30,10 +31,19 @@ def run_decode(case: Case, config: DecodeConfig | None = None) -> Tensor:
     return out.cpu()
 
 
+def run_recent(case: Case) -> Tensor:
+    """Single queries whose current blocks are kept as they came."""
+    case = to_device(case, DEVICE)
+    options = {name: value for name, value in case.options.items() if name != "window"}
+    out = case.query.new_full((*case.query.shape[:2], case.layer.v.head_dim), float("nan"))
+    decode_recent(case.query, case.layer, case.meta, out, **options)
+    return out.cpu()
+
+
 def run_prefill(case: Case, config: PrefillConfig | None = None) -> Tensor:
     case = to_device(case, DEVICE)
     out = case.query.new_full((*case.query.shape[:2], case.layer.v.head_dim), float("nan"))
-    prefill_attention(case.query, case.layer, case.meta, out, **case.options, config=config)
+    prefill_attention(case.query, case.layer, case.meta, out, **case.options, recent=case.recent, config=config)
     return out.cpu()[case.meta.num_decodes :]
 
 
@@ -54,6 +64,7 @@ def definition_of_mixed(case: Case) -> Tensor:
             PlainPages(data=gather_pages(pages, blocks, torch.float32).to(case.query.dtype))
             for pages in (on_cpu.layer.k, on_cpu.layer.v)
         ]
-        rounded = definition(replace(on_cpu, layer=LayerKV(k=values[0], v=values[1])))
+        layer = LayerKV(k=values[0], v=values[1], recent=on_cpu.layer.recent)
+        rounded = definition(replace(on_cpu, layer=layer))
         want[case.meta.num_decodes :] = rounded[case.meta.num_decodes :]
     return want

@@ -7,7 +7,7 @@ reads one shows it. Pages are strided views into one row per block, as in the re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from hf_paged.kernels import reference
 from hf_paged.kernels.layout import (
     UINT4,
     AttentionMetadata,
+    CurrentBlocks,
     GroupPages,
     LayerKV,
     Pages,
     PlainPages,
+    RecentRows,
     ScaledPages,
     num_groups,
 )
@@ -47,6 +49,7 @@ class Shape:
     sinks: bool = False
     row_sinks: bool = False  # other sinks for every query
     scale: float = 0.2
+    recent: bool = False  # the current blocks are kept as they came; chunks begin at a block
     device: str = "cpu"
 
 
@@ -55,6 +58,7 @@ class Case:
     query: Tensor
     layer: LayerKV
     meta: AttentionMetadata
+    recent: RecentRows | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -93,10 +97,13 @@ def to_device(case: Case, device: str) -> Case:
             return PlainPages(data=move(p.data))
         return type(p)(codes=move(p.codes), scale=move(p.scale))
 
-    meta = case.meta
+    meta, recent, current = case.meta, case.layer.recent, case.meta.current
+    if recent is not None:
+        recent = LayerKV(k=pages(recent.k), v=pages(recent.v))
     return Case(
         query=case.query.to(device),
-        layer=LayerKV(k=pages(case.layer.k), v=pages(case.layer.v)),
+        layer=LayerKV(k=pages(case.layer.k), v=pages(case.layer.v), recent=recent),
+        recent=None if case.recent is None else RecentRows(**{k: x.to(device) for k, x in vars(case.recent).items()}),
         meta=AttentionMetadata(
             cu_seqlens_q=meta.cu_seqlens_q.to(device),
             seq_lens=meta.seq_lens.to(device),
@@ -105,6 +112,7 @@ def to_device(case: Case, device: str) -> Case:
             num_decodes=meta.num_decodes,
             max_seqlen_q=meta.max_seqlen_q,
             max_seq_len=meta.max_seq_len,
+            current=None if current is None else CurrentBlocks(**{k: x.to(device) for k, x in vars(current).items()}),
         ),
         options={k: v.to(device) if isinstance(v, Tensor) else v for k, v in case.options.items()},
     )
@@ -141,7 +149,8 @@ def make_case(shape: Shape, seed: int = 0) -> Case:
     # an offset on V makes a wrong softmax denominator visible, an outlier channel a wrong scale
     key = randn(total, shape.kv_heads, shape.head_dim)
     key[..., 3] *= 10
-    reference.write_kv(layer, key, randn(total, shape.kv_heads, v_dim) + 0.5, torch.cat(all_slots))
+    value = randn(total, shape.kv_heads, v_dim) + 0.5
+    reference.write_kv(layer, key, value, torch.cat(all_slots))
     cu_seqlens = torch.tensor([0, *shape.q_lens]).cumsum(0).to(torch.int32)
     num_decodes = 0
     while num_decodes < len(shape.q_lens) and shape.q_lens[num_decodes] == 1:
@@ -155,12 +164,16 @@ def make_case(shape: Shape, seed: int = 0) -> Case:
         max_seqlen_q=max(shape.q_lens),
         max_seq_len=max(shape.seq_lens),
     )
+    recent = None
+    if shape.recent:
+        layer, meta, recent = _keep_current_blocks(shape, layer, meta, key, value)
     heads = shape.kv_heads * shape.group
     query = randn(int(cu_seqlens[-1]), heads, shape.head_dim).to(shape.dtype)
     case = Case(
         query=query,
         layer=layer,
         meta=meta,
+        recent=recent,
         options={
             "scale": shape.scale,
             "window": shape.window,
@@ -171,9 +184,40 @@ def make_case(shape: Shape, seed: int = 0) -> Case:
     return to_device(case, shape.device) if shape.device != "cpu" else case
 
 
+def _keep_current_blocks(
+    shape: Shape, layer: LayerKV, meta: AttentionMetadata, key: Tensor, value: Tensor
+) -> tuple[LayerKV, AttentionMetadata, RecentRows]:
+    """The current blocks of all sequences in poisoned slots; `key` and `value` are those of all tokens."""
+    bs, n = shape.block_size, len(shape.seq_lens)
+    seq_lens, q_lens = torch.tensor(shape.seq_lens), torch.tensor(shape.q_lens)
+    assert all(q == 1 or (s - q) % bs == 0 for s, q in zip(shape.seq_lens, shape.q_lens, strict=True))
+    starts = (seq_lens - 1).clamp(min=0) // bs * bs
+    slots = torch.where(seq_lens > 0, n - torch.arange(n), 0)  # in another order than the sequences
+    recent = LayerKV(
+        k=empty_pages(n + 1, shape.kv_heads, bs, key.shape[2], shape.dtype),
+        v=empty_pages(n + 1, shape.kv_heads, bs, value.shape[2], shape.dtype),
+    )
+    position = torch.cat([torch.arange(s) for s in shape.seq_lens])
+    of = torch.arange(n).repeat_interleave(seq_lens)
+    mapping = torch.where(position >= starts[of], slots[of] * bs + position % bs, -1)
+    reference.write_kv(recent, key, value, mapping)
+    own = position >= (seq_lens - q_lens)[of]  # of padded rows there is none
+    rows = RecentRows(
+        key=key.new_zeros(int(q_lens.sum()), *key.shape[1:], dtype=shape.dtype),
+        value=value.new_zeros(int(q_lens.sum()), *value.shape[1:], dtype=shape.dtype),
+        slot_mapping=torch.full((int(q_lens.sum()),), -1),
+    )
+    real = (seq_lens > 0).repeat_interleave(q_lens)
+    rows.key[real], rows.value[real] = key[own].to(shape.dtype), value[own].to(shape.dtype)
+    rows.slot_mapping[real] = mapping[own]
+    current = CurrentBlocks(starts=starts.int(), slots=slots.int(), slot_mapping=rows.slot_mapping)
+    return replace(layer, recent=recent), replace(meta, current=current), rows
+
+
 def with_null_block(case: Case) -> Case:
     """The case as a real cache holds it: zeros in the null block."""
-    for pages in (case.layer.k, case.layer.v):
+    recent = case.layer.recent
+    for pages in (case.layer.k, case.layer.v, *((recent.k, recent.v) if recent is not None else ())):
         pages.tensor.view(torch.uint8)[0] = 0
         if not isinstance(pages, PlainPages):
             pages.scale[0] = 0
@@ -187,7 +231,7 @@ def definition(case: Case) -> Tensor:
     them under a mask.
     """
     case = with_null_block(to_device(case, "cpu"))
-    return reference.paged_attention(case.query, case.layer, case.meta, **case.options)
+    return reference.paged_attention(case.query, case.layer, case.meta, **case.options, recent=case.recent)
 
 
 def stored_values(pages: Pages, table: Tensor, seq_len: int) -> Tensor:
@@ -219,8 +263,11 @@ def dense_attention(case: Case) -> Tensor:
             continue
         k = stored_values(case.layer.k, meta.block_tables[i], seq_len)
         v = stored_values(case.layer.v, meta.block_tables[i], seq_len)
+        coded = (k.clone(), v.clone())
         for row in range(begin, end):
             position = seq_len - (end - row)
+            if case.recent is not None:
+                k, v = _with_own_block(case, i, position, *coded)
             first = max(position - options["window"] + 1, 0) if options["window"] else 0
             for head in range(case.query.shape[1]):
                 keys, values = k[first : position + 1, head // group], v[first : position + 1, head // group]
@@ -233,6 +280,25 @@ def dense_attention(case: Case) -> Tensor:
                     denominator = denominator + options["sinks"].expand(len(out), -1)[row, head].double().exp()
                 out[row, head] = weights @ values / denominator
     return out
+
+
+def _with_own_block(case: Case, seq: int, position: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Stored keys and values `[seq_len, ...]`, those of the block of `position` as they came."""
+    meta, bs, recent = case.meta, case.layer.block_size, case.layer.recent
+    assert meta.current is not None and recent is not None and case.recent is not None
+    begin, end = meta.cu_seqlens_q[seq : seq + 2].tolist()
+    start = position // bs * bs
+    stop = min(start + bs, len(k))
+    if seq < meta.num_decodes:
+        slot = int(meta.current.slots[seq])
+        own = [pages.tensor[slot, :, : stop - start].transpose(0, 1).double() for pages in (recent.k, recent.v)]
+    else:
+        rows = slice(end - len(k) + start, end - len(k) + stop)
+        assert rows.start >= begin
+        own = [x[rows].double() for x in (case.recent.key, case.recent.value)]
+    k, v = k.clone(), v.clone()
+    k[start:stop], v[start:stop] = own
+    return k, v
 
 
 def tolerance(shape: Shape) -> float:

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from hf_paged.kernels.decode_registers import decode_registers_kernel
 from hf_paged.kernels.decode_join import join_kernel
+from hf_paged.kernels.decode_recent import _join_recent
 from hf_paged.kernels.prefill_attention import _prefill
 from hf_paged.kernels.prefill_workspace import _dequantize
 
@@ -61,11 +62,19 @@ constants = dict(DIM=128, BLOCK=128, BLOCK_SIZE=32, WINDOW=True, INT4=False)
 build(_dequantize, constants, 4, out_ptr="*bf16", codes_ptr="*i8", scale_ptr="*fp16", **INDICES)
 constants = dict(GROUP=4, GROUP_BLOCK=4, QUERIES=32, K_DIM=128, V_DIM=128, K_BLOCK=128, V_BLOCK=128, BLOCK_SIZE=1,
                  WORKSPACE=True, TILE=64, WINDOW=False, SOFTCAP=False, SINKS=False, K_SCALED=False, V_SCALED=False,
-                 K_INT4=False, V_INT4=False, K_DOT=tl.bfloat16, V_DOT=tl.bfloat16, BYTE_PERMUTE=True, STAGES=2)
+                 K_INT4=False, V_INT4=False, K_DOT=tl.bfloat16, V_DOT=tl.bfloat16, OWN_DOT=tl.bfloat16,
+                 BYTE_PERMUTE=True, STAGES=2)
 pages = dict.fromkeys(("out_ptr", "q_ptr", "k_ptr", "k_scale_ptr", "v_ptr", "v_scale_ptr"), "*bf16")
-made = build(_prefill, constants, 8, **pages, **INDICES)
-assert made.metadata.shared <= 99 << 10, made.metadata.shared  # what a block may use on sm86, sm89 and sm120
-assert ("wgmma.mma_async" in made.asm["ptx"]) == (arch == 90)
+own = dict(own_k_ptr="*bf16", own_v_ptr="*bf16")
+for recent in (0, 32):
+    made = build(_prefill, dict(constants, RECENT=recent), 8, **pages, **own, **INDICES)
+    assert made.metadata.shared <= 99 << 10, made.metadata.shared  # what a block may use on sm86, sm89 and sm120
+    assert ("wgmma.mma_async" in made.asm["ptx"]) == (arch == 90)
+constants = dict(GROUP=4, ROWS=16, K_DIM=128, V_DIM=128, K_BLOCK=128, V_BLOCK=128, BLOCK_SIZE=32, TILE=32, SOFTCAP=True,
+                 SINKS=2, DOT=tl.bfloat16, OVERLAP=arch >= 90)
+made = build(_join_recent, constants, 4, coded_ptr="*fp32", lse_ptr="*fp32", slots_ptr="*i32", starts_ptr="*i32",
+             **{name: pages[name] for name in ("out_ptr", "q_ptr", "k_ptr", "v_ptr")}, **INDICES)
+assert made.metadata.shared <= 99 << 10, made.metadata.shared
 print("compiled", arch)
 """
 
