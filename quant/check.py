@@ -56,22 +56,32 @@ def check_values(model: nn.Module, failed: Container[str] = ()) -> list[str]:
 
 
 def check_order(model: nn.Module, failed: Container[str] = ()) -> list[str]:
-    """Linears in the natural order of channels where the label says act-order and others have it, as sentences."""
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
-    asked = {
-        n: m.perm is not None
-        for n, m in linears.items()
-        if m.layout.act_order and m.layout.groups > 1 and n not in failed
-    }
-    if not any(asked.values()):
-        return []  # static groups, or an order that was never made
-    suffix = {"compressed": "weight_g_idx", "int8": "weight_g_idx"}
+    """Linears that alone have an act-order, or the natural order, against what the label says and others do, as
+    sentences. Where all contradict the label, the label lies."""
+    keep: Counter[bool] = Counter()
+    broken: list[tuple[str, bool]] = []
+    for name, module in model.named_modules():
+        suffix = _index_name(module)
+        if isinstance(module, PackedLinear) and suffix and name not in failed:
+            promised = module.layout.act_order
+            if promised == (module.perm is not None):
+                keep[promised] += 1
+            else:
+                broken.append((f"{name}.{suffix}", promised))
+    words = {True: "an act-order", False: "the natural order"}
     return [
-        f"tensor {name}.{suffix.get(linears[name].layout.kind, 'g_idx')}: expected an act-order, as "
-        f"{sum(asked.values())} others have, found the natural order: the file is damaged"
-        for name, ordered in asked.items()
-        if not ordered
+        f"tensor {name}: expected {words[promised]}, as {keep[promised]} others have, found {words[not promised]}: "
+        "the file is damaged"
+        for name, promised in broken
+        if keep[promised]
     ]
+
+
+def _index_name(module: nn.Module) -> str | None:
+    """The tensor that holds the order of channels, where there are groups to tell it."""
+    if not isinstance(module, PackedLinear) or module.layout.groups == 1:
+        return None
+    return next((name for name in ("g_idx", "weight_g_idx") if name in module.layout.tensors), None)
 
 
 def check_kernels(model: nn.Module) -> None:

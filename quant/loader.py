@@ -39,6 +39,8 @@ from hf_paged.quant.sidecar import second_label
 
 logger = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
+
 
 class CheckpointLoader(HfQuantizer):
     """The quantizer for `awq`, `gptq`, `auto-round`, `compressed-tensors` and `fp8` checkpoints."""
@@ -125,9 +127,10 @@ class CheckpointLoader(HfQuantizer):
                 module.requires_grad_(False)
             if isinstance(module, PackedLinear) and _offloaded(module):
                 module.cpu_cache = False  # the plain copy of a layer that lies on disk would stay in memory
-            if isinstance(module, Fp8Linear) and not _offloaded(module):
+            if isinstance(module, Fp8Linear):
                 try:
-                    module.check(name)
+                    with align_module_device(module, execution_device=_CPU if _offloaded(module) else None):
+                        module.check(name)
                 except ValueError as error:
                     self.problems.append(str(error))
         self._cast_renamed(model)
@@ -248,7 +251,7 @@ def _offloaded(module: nn.Module) -> bool:
 def _materialised(module: PackedLinear) -> dict[str, Tensor]:
     if not _offloaded(module):
         return module.file_tensors()
-    with align_module_device(module, execution_device=torch.device("cpu")):
+    with align_module_device(module, execution_device=_CPU):
         return module.file_tensors()
 
 

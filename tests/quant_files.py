@@ -278,6 +278,38 @@ def write_model(
     return AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=model.dtype, attn_implementation=attention)
 
 
+def write_fp8_model(model: PreTrainedModel, folder: Path, grain: str, *, static: bool = False) -> PreTrainedModel:
+    """Save `model` in FP8 with scales per `grain` (tensor, channel, block), and return its dequantized self."""
+    state = _file_state(model, folder)
+    dense: dict[str, Tensor] = dict(state)
+    for name in [name for name in state if "proj" in name]:
+        weight = state.pop(name)
+        n, k = weight.shape
+        rows, columns = {"tensor": (n, k), "channel": (1, k), "block": (16, 32)}[grain]
+        blocks = weight.view(n // rows, rows, k // columns, columns)
+        scale = blocks.abs().amax((1, 3)).clamp_min(1e-6) / 448
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        dense[name] = (codes.float() * scale[:, None, :, None]).view(n, k)
+        base = name.removesuffix(".weight")
+        state[name] = codes.view(n, k)
+        state[f"{base}.weight_scale{'_inv' if grain == 'block' else ''}"] = (
+            scale.view(1) if grain == "tensor" else scale
+        )
+        if static:
+            state[f"{base}.input_scale"] = torch.tensor([0.02])
+    config: dict[str, object] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}
+    if grain != "block":
+        group = {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float"},
+            "input_activations": {"dynamic": not static} if static or grain == "channel" else None,
+        }
+        config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": group}}
+    save_files(folder, state, model.config.to_dict(), config)
+    save_files(folder / "dense", dense, model.config.to_dict(), None)
+    return load(folder / "dense")
+
+
 def _file_state(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     """The model's tensors under the names its files use."""
     model.save_pretrained(folder)

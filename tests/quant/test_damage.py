@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from model_zoo import tiny_model
-from quant_files import EXACT, Cell, load, logit_error, write_model
+from quant_files import EXACT, Cell, load, logit_error, write_fp8_model, write_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 State = dict[str, Tensor]
+ORDER = torch.arange(64, dtype=torch.int32).flip(0) // 32
 LAYER = "model.layers.0.mlp.up_proj"
 AWQ = Cell(kind="awq_gemm")
 PACKED = Cell(kind="compressed", symmetric=True)
@@ -57,6 +58,11 @@ def _reread(name: str, dtype: torch.dtype) -> Callable[[State], object]:
         (PACKED, _zero(f"{LAYER}.weight_packed"), f"{LAYER}.weight_packed: expected the codes of a weight"),
         (Cell(kind="llm_awq"), _zero(f"{LAYER}.scaled_zeros"), f"{LAYER}.scaled_zeros: expected zero points"),
         (Cell(symmetric=True, act_order=True), _zero(f"{LAYER}.g_idx"), f"{LAYER}.g_idx: expected an act-order"),
+        (
+            Cell(),
+            lambda state: state[f"{LAYER}.g_idx"].copy_(ORDER),
+            f"{LAYER}.g_idx: expected the natural order, as 20",
+        ),
         (AWQ, _zero("model.layers.1.input_layernorm.weight"), "input_layernorm.weight: expected a weight, found only"),
         # signs
         (AWQ, lambda state: state[f"{LAYER}.scales"].neg_(), f"{LAYER}.scales: expected scales >= 0"),
@@ -95,6 +101,24 @@ def test_damage_that_leaves_the_shapes_right_is_named(
         load(tmp_path)
     assert tensor in str(raised.value)
     assert "(1 problem)" in str(raised.value), str(raised.value)  # what follows from it is not told
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_fp8_weights_are_looked_at_wherever_they_lie(place: str, tmp_path: Path) -> None:
+    write_fp8_model(tiny_model("llama"), tmp_path, "channel")
+    _damage(tmp_path, lambda state: state[f"{LAYER}.weight"].view(torch.uint8)[3].fill_(0x7F))
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places |= {f"model.layers.{i}": place for i in range(3)}
+    with pytest.raises(ValueError, match=f"tensor {LAYER}.weight: expected finite values, found 64 NaN"):
+        load(tmp_path, device_map=places, offload_folder=tmp_path / "disk")
+
+
+@pytest.mark.parametrize("part", ["weight", "weight_scale"])
+def test_fp8_tensors_of_zeros_are_named(part: str, tmp_path: Path) -> None:
+    write_fp8_model(tiny_model("llama"), tmp_path, "channel")
+    _damage(tmp_path, lambda state: state[f"{LAYER}.{part}"].view(torch.uint8).zero_())
+    with pytest.raises(ValueError, match=f"tensor {LAYER}.{part}: expected a"):
+        load(tmp_path)
 
 
 def test_zero_points_that_a_file_lost_altogether_are_missed(tmp_path: Path) -> None:

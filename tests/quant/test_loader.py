@@ -11,9 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from model_zoo import tiny_model
-from quant_files import EXACT, INPUT, Cell, load, logit_error, pack_linear, quantize, save_files, write_model
+from quant_files import (
+    EXACT,
+    INPUT,
+    Cell,
+    load,
+    logit_error,
+    pack_linear,
+    quantize,
+    save_files,
+    write_fp8_model,
+    write_model,
+)
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_paged.info import checkpoint_bytes
@@ -141,47 +151,12 @@ def test_zero_biases_of_autogptq_are_dropped_and_real_ones_kept(tmp_path: Path) 
     assert logit_error(loaded, truth) < EXACT
 
 
-def _fp8_model(folder: Path, grain: str, static: bool = False) -> tuple[PreTrainedModel, dict[str, object]]:
-    """A tiny Llama (or Mixtral) in FP8 with scales per `grain`, and its dequantized self."""
-    model = tiny_model("llama")
-    model.save_pretrained(folder)
-    state = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    dense: dict[str, Tensor] = dict(state)
-    for name in [name for name in state if "proj" in name]:
-        weight = state.pop(name)
-        n, k = weight.shape
-        rows, columns = {"tensor": (n, k), "channel": (1, k), "block": (16, 32)}[grain]
-        blocks = weight.view(n // rows, rows, k // columns, columns)
-        scale = blocks.abs().amax((1, 3)).clamp_min(1e-6) / 448
-        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-        dense[name] = (codes.float() * scale[:, None, :, None]).view(n, k)
-        base = name.removesuffix(".weight")
-        state[name] = codes.view(n, k)
-        state[f"{base}.weight_scale{'_inv' if grain == 'block' else ''}"] = (
-            scale.view(1) if grain == "tensor" else scale
-        )
-        if static:
-            state[f"{base}.input_scale"] = torch.tensor([0.02])
-    config: dict[str, object] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}
-    if grain != "block":
-        group = {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float"},
-            "input_activations": {"dynamic": not static} if static or grain == "channel" else None,
-        }
-        config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": group}}
-    save_files(folder, state, model.config.to_dict(), config)
-    save_files(folder / "dense", dense, model.config.to_dict(), None)
-    return load(folder / "dense"), config
-
-
 @pytest.mark.parametrize(
     ("grain", "static"), [("tensor", False), ("tensor", True), ("channel", False), ("block", False)]
 )
 def test_fp8_files_answer_within_the_step_of_their_activations(grain: str, static: bool, tmp_path: Path) -> None:
     """Per tensor, per channel and 128x128-style blocks; activations static, dynamic or left alone."""
-    truth, _ = _fp8_model(tmp_path, grain, static)
+    truth = write_fp8_model(tiny_model("llama"), tmp_path, grain, static=static)
     loaded = load(tmp_path)
     for name, module in loaded.named_modules():
         if isinstance(module, Fp8Linear):
@@ -313,7 +288,7 @@ def test_the_self_check_passes_good_layers_and_names_a_wrong_one(
     """It runs on CUDA only; here its comparison is driven directly, with a kernel that is wrong in one column."""
     write_model(tiny_model("llama"), tmp_path, GPTQ)
     packed = load(tmp_path).model.layers[0].mlp.up_proj
-    _fp8_model(tmp_path / "fp8", "block")
+    write_fp8_model(tiny_model("llama"), tmp_path / "fp8", "block")
     fp8 = load(tmp_path / "fp8").model.layers[0].mlp.up_proj
     for module in (packed, fp8):
         check_layer("layer", module, torch.float16, torch.device("cpu"))
