@@ -39,13 +39,14 @@ class Promises:
         elif promised is not None:
             self._broken.append((tensor, promised, found))
 
-    def problems(self) -> list[str]:
-        return [
-            f"tensor {tensor}: expected {promised}, which {self._kept[promised]} others have, found {found}: the file "
-            "is damaged, or its config lacks a rule for this module"
+    def problems(self) -> dict[str, str]:
+        """By tensor."""
+        return {
+            tensor: f"tensor {tensor}: expected {promised}, which {self._kept[promised]} others have, found {found}: "
+            "the file is damaged, or its config lacks a rule for this module"
             for tensor, promised, found in self._broken
             if self._kept[promised]
-        ]
+        }
 
 
 def promised_grain(group_size: int | None, in_features: int) -> str | None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,7 @@ class Planner:
         self.state = model.state_dict()
         self.plan = Plan()
         self.problems: list[str] = []
+        self.failed: dict[str, int] = {}  # module -> which problem is its
         conversions = get_model_conversion_mapping(model)
         self.renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         self.converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
@@ -91,9 +93,9 @@ class Planner:
             if match and _is_experts(self.modules.get(match[1])) and match[3] in sum(PROJECTIONS, ()):
                 experts[match[1]][match[3]][int(match[2])] = found
             else:
-                self._attempt(self._plan_linear, name, found)
+                self._attempt(name, self._plan_linear, found)
         for name, projections in experts.items():
-            self._attempt(self._plan_experts, name, projections)
+            self._attempt(name, self._plan_experts, projections)
         self._check_plain(plain, planned={*quantized, *experts})
         self._check_others(plain)
         refuse_problems("loaded", self.problems)
@@ -118,12 +120,16 @@ class Planner:
             layouts = {projection: settled(layout) for projection, layout in experts.layouts.items()}
             self.plan.experts[name] = replace(experts, layouts=layouts)
 
-    def _attempt(self, step: object, *arguments: object) -> None:
-        assert callable(step)
+    def _attempt(self, name: str, step: Callable[[str, Any], None], found: Any) -> None:
         try:
-            step(*arguments)
+            step(name, found)
         except ValueError as error:
+            self.failed[name] = len(self.problems)
             self.problems.append(str(error))
+
+    def _failed(self, module: str) -> str | None:
+        """Of the modules that have a problem already the one that is or holds `module`."""
+        return next((name for name in self.failed if f"{module}.".startswith(f"{name}.")), None)
 
     def _sort_tensors(self) -> tuple[dict[str, dict[str, TensorSpec]], dict[str, TensorSpec]]:
         """File tensors by model name: those of quantized modules as {module: {suffix: spec}}, and the plain ones."""
@@ -287,7 +293,8 @@ class Planner:
 
     def _check_others(self, plain: Mapping[str, TensorSpec]) -> None:
         """What is wrong only in comparison with the other tensors of the file."""
-        self.problems += self.promises.problems()
+        told = self.promises.problems()
+        self.problems += [text for tensor, text in told.items() if self._failed(tensor.rpartition(".")[0]) is None]
         if not self.problems:  # it reads tensors: not before they are known to be readable
             self.problems += misread(self.header, self.scales.values(), plain)
 
@@ -304,6 +311,10 @@ class Planner:
             if expected is not None and pattern is None and renamed != key:
                 self.plan.renamed[renamed] = expected.dtype
             owner = self._rename(key).rpartition(".")[0]
+            failed = self._failed(owner)
+            if failed is not None:  # one problem for each module
+                self.problems[self.failed[failed]] += f"; beside it {key} ({spec})"
+                continue
             if owner in planned or re.sub(r"\.\d+\.\w+$", "", owner) in planned:
                 self.problems.append(
                     f"tensor {key} ({spec}) belongs to no layout that is read, beside the packed tensors of its module"
@@ -332,6 +343,7 @@ class Planner:
 
 def refuse_problems(verb: str, problems: Sequence[str]) -> None:
     """Raise one ValueError that lists the problems, the first few in full, unless there are none."""
+    problems = list(dict.fromkeys(problems))
     if problems:
         shown = "\n  ".join(problems[:_SHOWN])
         more = f"\n  ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
