@@ -16,12 +16,13 @@ class CacheFigures:
     kv_scales: str  # "auto", "off" or a file
     bytes_per_token: float  # all layers, as they are stored
     protected_layers: int  # stored finer than asked
+    kv_recent_block: bool = False  # current blocks also in the model's dtype
 
     @property
     def name(self) -> str:
         """The format; "naive" is a quantized one without smoothing and protection."""
-        quantized = self.kv_cache_dtype != "auto"
-        return f"{self.kv_cache_dtype} naive" if quantized and self.kv_scales == "off" else self.kv_cache_dtype
+        naive = " naive" if self.kv_cache_dtype != "auto" and self.kv_scales == "off" else ""
+        return f"{self.kv_cache_dtype}{naive}{' + recent block' if self.kv_recent_block else ''}"
 
 
 def facts_of(engine: Engine, kv_cache_dtype: str) -> dict[str, Any]:
@@ -31,4 +32,5 @@ def facts_of(engine: Engine, kv_cache_dtype: str) -> dict[str, Any]:
         "kv_scales": str(engine.config.kv_scales),
         "bytes_per_token": engine.kv_cache.bytes_per_token,
         "protected_layers": len(engine.kv_plan.protected),
+        "kv_recent_block": engine.config.kv_recent_block,
     }

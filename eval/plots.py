@@ -84,11 +84,11 @@ def _style(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[st
     formats = list(dict.fromkeys(other["kv_cache_dtype"] for other in rows))
     is_naive = row["kv_scales"] == "off" and name != "auto"
     return {
-        "fmt": "o",
+        "fmt": "s" if row.get("kv_recent_block") else "o",
         "capsize": 3,
         "color": f"C{formats.index(name)}",
         "markerfacecolor": "none" if is_naive else None,
-        "label": f"{name} naive" if is_naive else name,
+        "label": f"{name}{' naive' if is_naive else ''}{' + recent block' if row.get('kv_recent_block') else ''}",
     }
 
 

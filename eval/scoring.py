@@ -59,6 +59,8 @@ class ScoringEngine(Engine):
         )
         blocks = math.ceil(max_tokens / config.block_size)
         super().__init__(model, config, pool_tokens=rows * blocks * config.block_size)
+        # every format in the same chunks, those that keep current blocks too
+        self.scheduler.blocks.whole_blocks = config.max_num_batched_tokens >= config.block_size
         self._logits: list[tuple[int, int, Tensor]] = []
 
     def score(self, sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, Tensor]]:

@@ -40,6 +40,7 @@ def perplexity(
     dataset: support.DatasetName = None,
     kv_cache_dtype: support.KVFormats = None,
     naive: support.Naive = False,
+    recent: support.Recent = False,
     window: Annotated[
         int | None, typer.Option(min=2, help="Tokens per window; default: 2048, or the context of a shorter model.")
     ] = None,
@@ -61,7 +62,7 @@ def perplexity(
     format if that is not listed, with the standard error of the paired differences.
     """
     options = support.engine_options(block_size, kv_scales, kv_error_budget)
-    caches = support.caches_of(support.formats_of(kv_cache_dtype, default="auto,fp8,int8"), naive)
+    caches = support.caches_of(support.formats_of(kv_cache_dtype, default="auto,fp8,int8"), naive, recent)
     support.check_source(text, dataset)
     support.check_plot(plot)
     from hf_paged.eval.texts import check_windows, context_of
@@ -148,6 +149,7 @@ def divergence(
     dataset: support.DatasetName = None,
     kv_cache_dtype: support.KVFormats = None,
     naive: support.Naive = False,
+    recent: support.Recent = False,
     window: Annotated[
         int | None, typer.Option(min=2, help="Tokens per window; default: 1024, or the context of a shorter model.")
     ] = None,
@@ -168,7 +170,7 @@ def divergence(
     Against 16-bit pages, teacher-forced: every token is predicted from the text before it.
     """
     options = support.engine_options(block_size, kv_scales, kv_error_budget)
-    caches = support.caches_of(support.formats_of(kv_cache_dtype, default="fp8,int8"), naive)
+    caches = support.caches_of(support.formats_of(kv_cache_dtype, default="fp8,int8"), naive, recent)
     support.check_source(text, dataset)
     support.check_plot(plot)
     from hf_paged.eval.divergence import measure_divergence

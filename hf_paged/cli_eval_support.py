@@ -15,7 +15,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hf_paged import cli_support as cli
-from hf_paged.config import EngineConfig
+from hf_paged.config import AUTO_QUALITY, EngineConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +40,9 @@ KVFormats = Annotated[
     ),
 ]
 Naive = Annotated[bool, typer.Option("--naive", help="Also each quantized format without smoothing and protection.")]
+Recent = Annotated[
+    bool, typer.Option("--recent", help="Also each quantized format with current blocks in 16 bits (kv_recent_block).")
+]
 KVScales = Annotated[str, typer.Option(help="Smoothing of K and V: auto, off, or a file of `hf-paged calibrate`.")]
 KVErrorBudget = Annotated[
     str, typer.Option(help="Relative error over which a layer is stored finer: auto, off, or a number such as 0.05.")
@@ -73,19 +76,24 @@ def formats_of(values: Sequence[str] | None, default: str) -> list[str]:
     return formats
 
 
-def caches_of(formats: Sequence[str], naive: bool) -> list[dict[str, Any]]:
-    """Engine options of each cache to measure: the formats, and after each its naive form if that is asked."""
+def caches_of(formats: Sequence[str], naive: bool, recent: bool = False) -> list[dict[str, Any]]:
+    """Engine options of each cache to measure: the formats, after each its naive form and that with the current block
+    in 16 bits, if these are asked for.
+    """
     caches: list[dict[str, Any]] = []
     for name in formats:
         caches.append({"kv_cache_dtype": name})
         if naive and name != "auto":
             caches.append({"kv_cache_dtype": name, "kv_scales": "off"})
+        if recent and name not in ("auto", AUTO_QUALITY):
+            caches.append({"kv_cache_dtype": name, "kv_recent_block": True})
     return caches
 
 
 def name_of(cache: Mapping[str, Any]) -> str:
     """A cache of `caches_of` in words."""
-    return f"{cache['kv_cache_dtype']} naive" if cache.get("kv_scales") == "off" else str(cache["kv_cache_dtype"])
+    naive = " naive" if cache.get("kv_scales") == "off" else ""
+    return f"{cache['kv_cache_dtype']}{naive}{' + recent block' if cache.get('kv_recent_block') else ''}"
 
 
 def check_source(text: Path | None, dataset: str | None) -> None:

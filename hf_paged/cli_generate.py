@@ -62,6 +62,9 @@ def generate(
     skip_layers: cli.SkipLayers = None,
     kv_scales: KVScales = EngineConfig.kv_scales,
     kv_error_budget: KVErrorBudget = "auto",
+    kv_recent_block: Annotated[
+        bool, typer.Option("--kv-recent-block", help="Keep each sequence's current block in 16 bits beside its codes.")
+    ] = EngineConfig.kv_recent_block,
     block_size: cli.BlockSize = EngineConfig.block_size,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks; default: what fits.")] = EngineConfig.num_blocks,
     gpu_memory_utilization: Annotated[

@@ -81,12 +81,13 @@ def _layers(kinds: list[LayerKind]) -> Table:
 def _kv_cache(found: ModelInfo) -> Table:
     table = Table(title=f"KV cache ({found.memory}, {found.kv_bytes / MIB:,.0f} MiB for blocks)", title_justify="left")
     measured = any(cost.protection is not None for cost in found.kv_cache)
-    for name in ("kv_cache_dtype", "bytes per token", "tokens that fit"):
+    for name in ("kv_cache_dtype", "bytes per token", "tokens that fit", "kv_recent_block"):
         table.add_column(name, justify="right")
     if measured:
         table.add_column("protected")
     for cost in found.kv_cache:
-        cells = [cost.kv_cache_dtype, f"{cost.bytes_per_token:,.0f}", f"{cost.tokens_that_fit:,}"]
+        recent = f"{cost.recent_block_bytes / MIB:,.2f} MiB a sequence" if cost.recent_block_bytes else "-"
+        cells = [cost.kv_cache_dtype, f"{cost.bytes_per_token:,.0f}", f"{cost.tokens_that_fit:,}", recent]
         table.add_row(*cells, *([cost.protection or "none"] if measured else []))
     if not measured:
         table.caption = "before any protection of layers: --protection measures it"

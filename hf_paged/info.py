@@ -60,6 +60,7 @@ class KVCost:
     kv_cache_dtype: str
     bytes_per_token: float
     tokens_that_fit: int
+    recent_block_bytes: int  # of one running sequence, under `kv_recent_block`
     protection: str | None
 
 
@@ -215,5 +216,6 @@ def _kv_cost(specs: Sequence[LayerSpec], kv_cache_dtype: str, kv_bytes: int, sca
         kv_cache_dtype=kv_cache_dtype,
         bytes_per_token=cache.bytes_per_token,
         tokens_that_fit=blocks // len(cache.groups) * block_size,
+        recent_block_bytes=cache.recent_bytes,
         protection=None if scales is None else plan.protection,
     )

@@ -54,11 +54,21 @@ def test_a_step_that_keeps_the_device_busy_by_itself_is_not_captured(lengths: li
     assert StepBucket.of(planned(*lengths), **LIMITS) is None
 
 
-@pytest.mark.parametrize("make", [tiny_llama, tiny_mistral])
-def test_padding_changes_no_logits_and_writes_nowhere(make: type[PreTrainedModel]) -> None:
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (tiny_llama, {}),
+        (tiny_mistral, {}),
+        (tiny_llama, {"kv_cache_dtype": "int4", "kv_recent_block": True, "kv_scales": "off"}),
+    ],
+    ids=["llama", "window", "recent blocks"],
+)
+def test_padding_changes_no_logits_and_writes_nowhere(make: type[PreTrainedModel], options: dict[str, object]) -> None:
     """Two decodes and two prompts beside six decodes, fourteen sequences and many tokens that are only padding."""
-    engine = llm(make(), num_blocks=40, max_num_seqs=8, max_model_len=64).engine
-    for slot in engine.kv_cache._slots:
+    engine = llm(make(), num_blocks=40, max_num_seqs=8, max_model_len=64, **options).engine
+    recent = [kept for layer in engine.kv_cache.layers.values() if (kept := layer.recent) is not None]
+    slots = [*engine.kv_cache._slots, *(pages.tensor for kept in recent for pages in (kept.k, kept.v))]
+    for slot in slots:
         slot.zero_()  # what nobody writes must compare
     for i, length in enumerate((9, 20)):
         engine.add_request(str(i), range(1, length + 1), SamplingParams(max_tokens=9, temperature=0.0))
@@ -68,16 +78,16 @@ def test_padding_changes_no_logits_and_writes_nowhere(make: type[PreTrainedModel
     plan = engine.scheduler.schedule()
     assert plan is not None
     assert [item.num_scheduled_tokens for item in plan.scheduled] == [1, 1, 7, 13]
-    runner, before = engine.runner, [slot.clone() for slot in engine.kv_cache._slots]
+    runner, before = engine.runner, [slot.clone() for slot in slots]
     with torch.inference_mode():
         expected = runner.forward(plan)
         assert expected is not None
-        after = [slot.clone() for slot in engine.kv_cache._slots]
-        for slot, old in zip(engine.kv_cache._slots, before, strict=True):
+        after = [slot.clone() for slot in slots]
+        for slot, old in zip(slots, before, strict=True):
             slot.copy_(old)
         bucket = StepBucket.of(plan.scheduled, max_num_seqs=8, max_model_len=64)
         assert bucket == StepBucket(num_decodes=8, num_prompt_tokens=32, max_seq_len=64)
-        packing = bucket.packing(engine.config.block_size, runner.builder.num_groups)
+        packing = bucket.packing(engine.config.block_size, runner.builder.num_groups, bool(recent))
         buffer = torch.full((packing.num_bytes,), 77, dtype=torch.uint8)
         index = torch.tensor([0, 1, 8, 21]).numpy()
         packing, buffer = runner.builder.build(plan.scheduled, index, packing=packing, buffer=buffer)
@@ -91,5 +101,8 @@ def test_padding_changes_no_logits_and_writes_nowhere(make: type[PreTrainedModel
     assert tensors.next_positions[:4].tolist() == expected.positions.tolist()
     assert tensors.greedy is not None
     assert runner.last_token[rows].tolist() == tensors.greedy[:4].tolist() == got.argmax(-1).tolist()
-    for slot, written in zip(engine.kv_cache._slots, after, strict=True):
-        assert torch.allclose(slot.view(torch.float32), written.view(torch.float32), rtol=1e-5, atol=1e-5)
+    for slot, written in zip(slots, after, strict=True):
+        if slot.dtype == torch.uint8 and recent:
+            assert torch.equal(slot, written)  # codes
+        else:
+            assert torch.allclose(slot.view(torch.float32), written.view(torch.float32), rtol=1e-5, atol=1e-5)

@@ -123,6 +123,33 @@ def test_preempted_requests_end_as_if_undisturbed(
     assert_same(got, eager["int8"], "int8")
 
 
+@pytest.fixture(scope="module")
+def eager_recent(model: LlamaForCausalLM) -> tuple[Tokens, Gaps]:
+    """The plainest way, the block that each sequence fills kept as it came."""
+    plain = {"cuda_graphs": False, "fuse": False, "async_scheduling": False}
+    return generate(model, kv_cache_dtype="int4", kv_recent_block=True, **plain)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fuse": False},
+        {"cuda_graphs": False},
+        {},
+        {"max_num_batched_tokens": 200},
+        {"num_blocks": 45, "max_model_len": 1200},
+        {"num_blocks": 45, "max_model_len": 1200, "swap_space": 0.5},
+    ],
+    ids=["graphs", "fused", "everything", "chunked", "recomputed", "swapped"],
+)
+def test_current_blocks_are_read_as_they_came_however_a_request_is_served(
+    model: LlamaForCausalLM, eager_recent: tuple[Tokens, Gaps], options: dict[str, object]
+) -> None:
+    """A slot that a graph took from another row, or that was lost with a preemption, is another sequence's keys."""
+    got, _ = generate(model, kv_cache_dtype="int4", kv_recent_block=True, **options)
+    assert_same(got, eager_recent, "int4")
+
+
 def test_a_graph_that_one_batch_captured_serves_longer_sequences(model: LlamaForCausalLM) -> None:
     """Lengths are read at replay; a value baked in at capture would show here."""
     options = {"num_blocks": 400, "max_model_len": 8192, "kv_cache_dtype": "int8"}
