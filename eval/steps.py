@@ -24,7 +24,7 @@ _WARM_UP = 6  # steps: graphs are captured, and one step is always launched ahea
 _STEPS = 12  # in each of the timings
 _REPEATS = 3
 _WAITING = 4  # prompts beside the others that may hold blocks at once
-_MOST_STEPS = _WARM_UP + (_REPEATS + 2) * _STEPS + 2
+_MOST_STEPS = _WARM_UP + (_REPEATS + 3) * _STEPS + 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +60,20 @@ def measure_steps(llm: LLM, machine: Machine, *, running: int, context: int, bes
     """Time steps of `running` requests of `context` prompt tokens, each step beside a new prompt of `beside` tokens."""
     engine, device = llm.engine, llm.model.device
     names = [f"decode-{i}" for i in range(running)]
-    ids, count = _random_ids(engine.vocab_size), itertools.count()
-    for name in names:
-        engine.add_request(name, ids(context), greedy(_MOST_STEPS))
+    generator = random.Random(0)
+    prompts = [[generator.randrange(engine.vocab_size) for _ in range(context)] for _ in names]
+    others = [[generator.randrange(engine.vocab_size) for _ in range(beside)] for _ in range(_WAITING)]
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, prompt, greedy(_MOST_STEPS))
     while any(request.num_computed_tokens < context for request in engine.scheduler.requests.values()):
         engine.step()
 
+    count = itertools.count()
+
     def step() -> None:
         if beside:
-            engine.add_request(f"beside-{next(count)}", ids(beside), greedy(1))
+            number = next(count)
+            engine.add_request(f"beside-{number}", others[number % _WAITING], greedy(1))
         engine.step()
 
     def steps() -> None:
@@ -100,11 +105,6 @@ def measure_steps(llm: LLM, machine: Machine, *, running: int, context: int, bes
     )
 
 
-def _random_ids(vocab_size: int) -> Callable[[int], list[int]]:
-    generator = random.Random(0)
-    return lambda length: [generator.randrange(vocab_size) for _ in range(length)]
-
-
 def _host_milliseconds(step: Callable[[], None], device: torch.device) -> float:
     """Of one step: when the device has done all that it was given, nothing in a step waits for it."""
     seconds = 0.0
@@ -118,21 +118,22 @@ def _host_milliseconds(step: Callable[[], None], device: torch.device) -> float:
 
 
 def _idle_and_busy(steps: Callable[[], None]) -> tuple[float, float]:
-    """Milliseconds of a step without a kernel, and the share of time with one, from the second quarter of `steps` on:
-    the first steps find an empty device.
+    """Milliseconds of a step without a kernel, and the share of time with one, in the second half of two `steps`: the
+    profiler holds up a graph's first replays.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        steps()
         steps()
         torch.cuda.synchronize()
     on_device = (event for event in profile.events() if event.device_type.name == "CUDA")
     spans = sorted((event.time_range.start, event.time_range.end) for event in on_device)
-    spans = spans[len(spans) // 4 :]
+    spans = spans[len(spans) // 2 :]
     first = end = spans[0][0]
     idle = 0.0
     for start, stop in spans:
         idle += max(0.0, start - end)
         end = max(end, stop)
-    return idle / 1e3 / (_STEPS * 3 / 4), 1 - idle / (end - first)
+    return idle / 1e3 / _STEPS, 1 - idle / (end - first)
 
 
 def _least_seconds(llm: LLM, machine: Machine, *, tokens: int, live: float, beside: int) -> float:
