@@ -52,6 +52,9 @@ def quantize(
     descent: Annotated[
         bool, typer.Option(help="gptq, awq: then move codes one by one to where the output's error is least.")
     ] = True,
+    activations_from: Annotated[
+        int, typer.Option(help="fp8: inputs are rounded from this layer on, those before keep 16 bits.")
+    ] = 1,
     skip: Annotated[
         list[str] | None, typer.Option(help="A regular expression; linears whose name has it stay plain. Repeatable.")
     ] = None,
@@ -80,8 +83,8 @@ def quantize(
     options = {
         "method": method, "bits": bits, "group_size": group_size, "sym": sym, "format": form, "act_order": act_order,
         "static_groups": static_groups, "mse": mse, "scale": scale, "asymmetry": asymmetry, "damping": damping,
-        "true_sequential": true_sequential, "clip": clip, "descent": descent, "skip": tuple(skip or ()), "seed": seed,
-        "samples": samples, "seqlen": seqlen,
+        "true_sequential": true_sequential, "clip": clip, "descent": descent, "activations_from": activations_from,
+        "skip": tuple(skip or ()), "seed": seed, "samples": samples, "seqlen": seqlen,
     }  # fmt: skip
     support.check_plot(plot)
     from hf_paged.quant.quantize import quantize as run

@@ -67,9 +67,11 @@ def fp8_tensors(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> dict[str, 
     return {"weight": codes.cpu().contiguous(), "weight_scale": scales.to(dtype).cpu().contiguous()}
 
 
-def quantization_config(config: QuantizeConfig, plain: Sequence[str], head: str | None) -> dict[str, Any]:
-    """The `quantization_config` of config.json. `plain`: weights inside decoder layers that are not quantized, and
-    `head`, the output embeddings, by their names in the files."""
+def quantization_config(
+    config: QuantizeConfig, plain: Sequence[str], head: str | None, first: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The `quantization_config` of config.json. `plain`: weights inside decoder layers that are not quantized, `head`:
+    the output embeddings, `first`: decoder layers whose inputs fp8 leaves in 16 bits, by their names in the files."""
     # the rule that GPTQModel reads for both methods, and vLLM for GPTQ
     dynamic: dict[str, Any] = {"dynamic": {f"-:^{re.escape(name)}$": {} for name in plain}} if plain else {}
     if config.format == "awq":
@@ -83,7 +85,7 @@ def quantization_config(config: QuantizeConfig, plain: Sequence[str], head: str 
             **dynamic,
         }
     if config.format == "compressed-tensors":
-        return _compressed_tensors(config, [*([head] if head else []), *plain])
+        return _compressed_tensors(config, [*([head] if head else []), *plain], first)
     return {
         "quant_method": "gptq",
         "bits": config.bits,
@@ -107,7 +109,7 @@ def quantization_config(config: QuantizeConfig, plain: Sequence[str], head: str 
     }
 
 
-def _compressed_tensors(config: QuantizeConfig, ignore: Sequence[str]) -> dict[str, Any]:
+def _compressed_tensors(config: QuantizeConfig, ignore: Sequence[str], first: Sequence[str]) -> dict[str, Any]:
     fp8 = config.method == "fp8"
     form = "float-quantized" if fp8 else "pack-quantized"
     common = {"num_bits": 8, "symmetric": True, "type": "float" if fp8 else "int"}
@@ -125,11 +127,15 @@ def _compressed_tensors(config: QuantizeConfig, ignore: Sequence[str]) -> dict[s
         "input_activations": {**common, "dynamic": True, "strategy": "token"} if fp8 else None,
         "output_activations": None,
     }
+    groups = {"group_0": group}
+    if fp8 and first:  # a pattern goes before a class, and holds for linears that a reader fuses, too
+        targets = [f"re:^{re.escape(name)}\\." for name in first]
+        groups["group_1"] = {**group, "targets": targets, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": groups,
         "ignore": list(ignore),
         "kv_cache_scheme": None,
     }

@@ -18,6 +18,8 @@ from hf_paged.quant.decoder_layers import LayerInputs
 from hf_paged.quant.hessian import Hessian
 from hf_paged.quant.layer_linears import LinearGroup, get_weight
 
+COMPARED = 4  # windows on which a layer's output is compared before and after
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
@@ -115,3 +117,13 @@ def _batches(
             stack.callback(handle.remove)
         for _ in inputs.run(index, _Stoppable(layer)):
             yield
+
+
+def layer_error(index: int, layer: nn.Module, inputs: LayerInputs, before: Sequence[Tensor]) -> float:
+    """|layer_Q(x) - layer(x)|^2 / |layer(x) - x|^2 on the first windows."""
+    wrong = whole = 0.0
+    for (part, out), old in zip(inputs.run(index, layer, limit=COMPARED), before, strict=True):
+        expected = old.to(out.device).float()
+        wrong += float((out.float() - expected).square().sum())
+        whole += float((expected - inputs.hidden[part].to(out.device).float()).square().sum())
+    return wrong / max(whole, 1e-30)

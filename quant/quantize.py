@@ -30,7 +30,7 @@ from hf_paged.quant.export_format import file_tensors, fp8_tensors, quantization
 from hf_paged.quant.header import torch_dtype
 from hf_paged.quant.layer_linears import LinearPlan, get_weight, plan_linears, watch_groups
 from hf_paged.quant.layer_quantizers import LayerResult
-from hf_paged.quant.layer_statistics import LayerRun, Reference
+from hf_paged.quant.layer_statistics import COMPARED, LayerRun, Reference, layer_error
 from hf_paged.quant.partial_output import PartialOutput, check_output, check_space
 from hf_paged.quant.quantize_config import QuantizeConfig
 from hf_paged.quant.quantize_progress import QuantizeProgress
@@ -39,7 +39,6 @@ from hf_paged.quant.scale_folding import LayerTrace
 from hf_paged.quant.source_model import SourceModel
 from hf_paged.quant.weight import QuantizedWeight
 
-_COMPARED = 4  # windows on which a layer's output is compared before and after
 _OVERHEAD = 1.05  # scales and zero points, headers: of the disk space that is asked for
 
 
@@ -179,7 +178,7 @@ class _Run:
         reference = None
         if self.reference is not None:
             reference = Reference(layer=copy.deepcopy(layer), inputs=self.reference)
-        before = [out.cpu() for _, out in inputs.run(index, layer, limit=_COMPARED)]
+        before = [out.cpu() for _, out in inputs.run(index, layer, limit=COMPARED)]
         run = LayerRun(
             index=index,
             layer=layer,
@@ -189,7 +188,7 @@ class _Run:
             tell=self.progress.doing,
         )
         result = self._calibrated(run, relative)
-        error = _layer_error(index, layer, inputs, before)
+        error = layer_error(index, layer, inputs, before)
         self.progress.doing("outputs of the layer")
         if reference is not None:
             reference.inputs.advance(index, reference.layer)
@@ -273,7 +272,7 @@ class _Run:
             bytes_before=sum(_bytes(spec.dtype, spec.shape) for spec in self.source.header.specs.values()),
             bytes_after=total,
         )
-        quantization = quantization_config(self.config, self._plain_names(), self._head_name())
+        quantization = quantization_config(self.config, self._plain_names(), self._head_name(), self._first_layers())
         extra = {"quantize_report.json": json.dumps(report.as_dict(), indent=2)}
         if quantization["quant_method"] == "gptq":
             extra["quantize_config.json"] = json.dumps(quantization, indent=2)  # where older loaders look
@@ -303,6 +302,16 @@ class _Run:
         """Weights inside decoder layers that stay plain, as the files call them."""
         names = [self.source.file_name.get(f"{name}.weight") for name in self.plan.plain]
         return [name.removesuffix(".weight") for name in names if name is not None]
+
+    def _first_layers(self) -> list[str]:
+        """The layers whose inputs fp8 leaves alone, as the files call them."""
+        linears = [
+            (layer, name) for layer in self.names[: self.config.activations_from] for name in self.plan.of_layer(layer)
+        ]
+        files = {
+            self.source.file_name[f"{layer}.{name}.weight"].removesuffix(f".{name}.weight") for layer, name in linears
+        }
+        return sorted(files)
 
     def _head_name(self) -> str | None:
         head = self.source.model.get_output_embeddings()
@@ -363,16 +372,6 @@ def _files_of(
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.source-", dir=output.parent) as folder:
         model.save_pretrained(folder)
         yield folder, None
-
-
-def _layer_error(index: int, layer: nn.Module, inputs: LayerInputs, before: Sequence[Tensor]) -> float:
-    """|layer_Q(x) - layer(x)|^2 / |layer(x) - x|^2 on the first windows."""
-    wrong = whole = 0.0
-    for (part, out), old in zip(inputs.run(index, layer, limit=_COMPARED), before, strict=True):
-        expected = old.to(out.device).float()
-        wrong += float((out.float() - expected).square().sum())
-        whole += float((expected - inputs.hidden[part].to(out.device).float()).square().sum())
-    return wrong / max(whole, 1e-30)
 
 
 def _head_dim(config: Any) -> int | None:

@@ -30,6 +30,7 @@ _OWN_SETTINGS = {
     "descent": CALIBRATED,
     "true_sequential": CALIBRATED,
     "damping": CALIBRATED,
+    "activations_from": ("fp8",),
 }
 
 
@@ -54,6 +55,7 @@ class QuantizeConfig:
     true_sequential: bool = True  # gptq, awq: later linears of a layer see what earlier ones became
     clip: bool = True  # awq: search each group's range
     descent: bool = True  # gptq, awq: then move codes, one at a time, to where the output's error is least
+    activations_from: int = 1  # fp8: the first layer whose inputs are rounded too; those before it keep 16 bits
     skip: tuple[str, ...] = ()  # regular expressions; linears whose name one of them is found in stay plain
     samples: int | None = None  # windows of calibration text; None: as many as hold 262,144 tokens
     seqlen: int | None = None  # tokens per window; None: 2048, or the model's context where that is less
@@ -82,6 +84,7 @@ class QuantizeConfig:
             check_int("samples", self.samples, minimum=1)
         if self.seqlen is not None:
             check_int("seqlen", self.seqlen, minimum=2)
+        check_int("activations_from", self.activations_from, minimum=0)
         check_int("seed", self.seed, minimum=0, maximum=2**63 - 1)
         object.__setattr__(self, "skip", _patterns(self.skip))
         self._check_method()

@@ -148,6 +148,22 @@ def test_the_config_says_what_the_files_hold(model_path: Path, tmp_path: Path) -
     assert fp8["format"] == "float-quantized" and fp8["ignore"][0] == "lm_head" and len(fp8["ignore"]) == 4
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_the_first_layers_of_fp8_keep_inputs_of_16_bits(first: int, model_path: Path, tmp_path: Path) -> None:
+    """The rounding of a token's embedding is the same wherever the token stands: it does not average out."""
+    config = replace(CONFIG, method="fp8", group_size=-1, activations_from=first, skip=("k_proj",))
+    quantize(model_path, tmp_path / "out", config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    rounded = {n: m.layout.dynamic for n, m in model.named_modules() if hasattr(m, "layout")}
+    assert len(rounded) == 18
+    assert all(dynamic == (int(name.split(".")[2]) >= first) for name, dynamic in rounded.items())
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert len(groups) == 1 + (first > 0)
+    for group in list(groups.values())[1:]:
+        assert group["targets"] == [rf"re:^model\.layers\.{i}\." for i in range(first)]
+        assert group["weights"] == groups["group_0"]["weights"] and group["input_activations"] is None
+
+
 def test_everything_that_belongs_to_the_model_comes_along(model_path: Path, tmp_path: Path) -> None:
     report = quantize(model_path, tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
