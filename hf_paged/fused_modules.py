@@ -3,12 +3,6 @@
 Each is put on one module *instance* of a view as its `forward`, so the module tree, its names and its parameters stay
 what they are. They compute what the module computes, with fewer kernels, for inference only. Attention and layers are
 fused in an engine step, which a `RotaryContext` announces; in any other call the module's own forward runs.
-
-Between two fused layers the residual add of one and the input norm of the next are one kernel: a layer leaves
-(hidden states, their norm) in the context, and the next takes the norm if it is given those very hidden states.
-
-Of the last layer only the tokens that become logits are read. It stores the keys and values of all, and goes on with
-those: of a model of 32 layers that saves 3% of a prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +10,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +18,8 @@ from torch import Tensor, nn
 
 from hf_paged.attention import CONTEXT_KEYWORD
 from hf_paged.joined_linear import Projections, as_packed
-from hf_paged.kernels.fused_ops import add_rms_norm, gated_activation, rms_norm
+from hf_paged.kernels.folded_linear import OpenNorm
+from hf_paged.kernels.fused_ops import gated_activation, rms_norm
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
 from hf_paged.kernels.rotary import rotary_tables
 
@@ -52,14 +47,15 @@ class RotaryCall:
 class RotaryContext(ABC):
     """An attention context that can rotate, store and attend in one go, and carries a norm from layer to layer."""
 
-    carried: tuple[Tensor, Tensor] | None = None  # (hidden states, their norm for the next layer)
+    # (hidden states, their norm for the next layer)
+    carried: tuple[Tensor, Tensor | OpenNorm] | None = None
     wanted: Tensor | None = None  # [n] int64, tokens that leave the last layer, each its sequence's last; None = all
 
     @abstractmethod
     def attend_rotary(self, call: RotaryCall) -> Tensor:
         """Store the call's keys and values, attend, return [T, num_heads, v_head_dim]."""
 
-    def take_norm(self, hidden: Tensor) -> Tensor | None:
+    def take_norm(self, hidden: Tensor) -> Tensor | OpenNorm | None:
         """The norm of `hidden` where the layer before left it."""
         carried, self.carried = self.carried, None
         return carried[1] if carried is not None and carried[0] is hidden else None
@@ -70,7 +66,7 @@ def own_forward(module: nn.Module) -> weakref.WeakMethod[Callable[..., Any]]:
     return weakref.WeakMethod(module.forward)
 
 
-def _own(method: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., Any]:
+def own_of(method: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., Any]:
     forward = method()
     assert forward is not None, "a fused forward outlived its module"
     return forward
@@ -139,8 +135,13 @@ class FusedAttention:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         context = kwargs.get(CONTEXT_KEYWORD)
         if args or not isinstance(context, RotaryContext):
-            return _own(self.own)(hidden_states, *args, **kwargs)
-        query, key, value = self.heads(hidden_states, ordered=kwargs.get("ordered", False))
+            return own_of(self.own)(hidden_states, *args, **kwargs)
+        out = self.attend(self.heads(hidden_states, ordered=kwargs.get("ordered", False)), context, kwargs)
+        return self.output(out.flatten(1).unsqueeze(0)), None
+
+    def attend(self, heads: tuple[Tensor, Tensor, Tensor], context: RotaryContext, kwargs: dict[str, Any]) -> Tensor:
+        """`[T, num_heads, v_head_dim]` of Q, K and V as `heads` gives them, and the call's keywords."""
+        query, key, value = heads
         cos = sin = query  # not read
         if self.rope.rotary_dim:
             cos, sin = (table.flatten(0, -2) for table in kwargs["position_embeddings"])
@@ -160,13 +161,15 @@ class FusedAttention:
             sinks=self.sinks,
             is_last=self.is_last,
         )
-        out = context.attend_rotary(call)
-        return self.output(out.flatten(1).unsqueeze(0)), None
+        return context.attend_rotary(call)
 
     def heads(self, hidden_states: Tensor, *, ordered: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Q `[T, num_heads, head_dim]`, K and V `[T, kv_heads, ...]` of hidden states `[1, T, hidden]`, as views."""
-        tokens = hidden_states.shape[-2]
-        parts = self.projections.ordered(hidden_states) if ordered else self.projections(hidden_states)
+        return self.split(self.projections.ordered(hidden_states) if ordered else self.projections(hidden_states))
+
+    def split(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of what the projections gave, `[..., features]` each."""
+        tokens = parts[0].numel() // parts[0].shape[-1]
         if self.interleaved_heads:
             query, key, value = parts[0].view(tokens, self.num_heads, 3, -1).unbind(2)
             return query, key, value
@@ -176,56 +179,6 @@ class FusedAttention:
             key.view(tokens, self.kv_heads, -1),
             value.view(tokens, self.kv_heads, -1),
         )
-
-
-@dataclass(kw_only=True, eq=False)
-class FusedLayer:
-    """The forward of a decoder layer: each residual add is one kernel with the norms around it.
-
-    h = x + attention_post(attention(input_norm(x))), y = h + mlp_post(mlp(mlp_norm(h))), each norm optional.
-    """
-
-    own: weakref.WeakMethod[Callable[..., Any]]
-    input_norm: RMSNorm | None
-    attention: nn.Module
-    attention_post: RMSNorm | None
-    mlp_norm: RMSNorm | None
-    mlp: nn.Module
-    mlp_post: RMSNorm | None
-    next_norm: RMSNorm | None = None  # the input norm of the fused layer that follows
-    is_last: bool = False  # what follows reads each token by itself, and in the end some of them only
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        context = kwargs.get(CONTEXT_KEYWORD)
-        if args or not isinstance(context, RotaryContext):
-            return _own(self.own)(hidden_states, *args, **kwargs)
-        normed: Tensor | None = hidden_states
-        if self.input_norm is not None:
-            normed = context.take_norm(hidden_states)
-            if normed is None:
-                normed = rms_norm(hidden_states, self.input_norm)
-        delta = self.attention(normed, **kwargs, **_ordered(self.input_norm))[0]
-        if self.is_last and context.wanted is not None:
-            hidden_states = hidden_states[:, context.wanted]
-        hidden, normed = add_rms_norm(delta, hidden_states, self.mlp_norm, self.attention_post)
-        delta = first_output(self.mlp(hidden if normed is None else normed, **_ordered(self.mlp_norm)))
-        hidden, normed = add_rms_norm(delta, hidden, self.next_norm, self.mlp_post)
-        if normed is not None:
-            context.carried = (hidden, normed)
-        return hidden
-
-    def order_norms(self) -> None:
-        """Let the norms write channels as the act-order weights behind them read them: nothing is left to gather."""
-        attention, mlp = (vars(module).get("forward") for module in (self.attention, self.mlp))
-        if self.input_norm is not None and isinstance(attention, FusedAttention):
-            self.input_norm = replace(self.input_norm, order=attention.projections.order)
-        if self.mlp_norm is not None and isinstance(mlp, FusedMLP):
-            self.mlp_norm = replace(self.mlp_norm, order=mlp.projections.order)
-
-
-def _ordered(norm: RMSNorm | None) -> dict[str, bool]:
-    """What a sub-layer is told that reads an ordered norm; others know no such argument."""
-    return {"ordered": True} if norm is not None and norm.order is not None else {}
 
 
 def leaves_tokens_out(view: nn.Module) -> bool:

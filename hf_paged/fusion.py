@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 
 from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall
 from hf_paged.forward_trace import TracedCall, amplified, same_tensor, trace_forward
+from hf_paged.fused_layer import FusedLayer
 from hf_paged.fused_linear import FusedLinear
-from hf_paged.fused_modules import FusedAttention, FusedLayer, FusedNorm, RotaryCall, RotaryContext, first_output
+from hf_paged.fused_modules import FusedAttention, FusedNorm, RotaryCall, RotaryContext, first_output
 from hf_paged.fusion_patterns import (
     NotFused,
     check_unwrapped,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged.forward_trace import TracedCall, same_tensor
-from hf_paged.fused_modules import FusedAttention, FusedLayer, FusedMLP, FusedRotary, first_output, own_forward
+from hf_paged.fused_layer import FusedLayer
+from hf_paged.fused_modules import FusedAttention, FusedMLP, FusedRotary, first_output, own_forward
 from hf_paged.joined_linear import Projections, SplitLinear, join, wrapped
 from hf_paged.kernels import reference_fused
 from hf_paged.kernels.reference_fused import ACTIVATIONS, RMSNorm, Rope

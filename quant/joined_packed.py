@@ -28,7 +28,7 @@ class JoinedPackedLinear:
         zeros = None
         if any(linear.zeros is not None for linear in linears):
             zeros = torch.cat([_zeros(linear) for linear in linears], 1)
-        self._weight = PackedWeight(
+        self.weight = PackedWeight(
             packed=join_rows([linear.packed for linear in linears]),
             scales=torch.cat([linear.scales.data for linear in linears], 1),
             zeros=zeros,
@@ -40,24 +40,33 @@ class JoinedPackedLinear:
             out_features=sum(self._sizes),
         )
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        self._bias = join_rows(biases) if biases else None
-        self._locks = torch.zeros(lock_count(sum(self._sizes)), dtype=torch.int32, device=first.packed.device)
+        self.bias = join_rows(biases) if biases else None
+        self.locks = torch.zeros(lock_count(sum(self._sizes)), dtype=torch.int32, device=first.packed.device)
 
     @property
     def order(self) -> Tensor | None:
         """`[K]` int32, the order of input channels that `ordered` takes, where there is one."""
-        return self._weight.perm
+        return self.weight.perm
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self._product(x, self._weight)
+        return self._product(x, self.weight)
 
     def ordered(self, x: Tensor) -> tuple[Tensor, ...]:
         """The products of an input whose channels lie in `order` already."""
-        return self._product(x, replace(self._weight, perm=None))
+        return self._product(x, replace(self.weight, perm=None))
 
     def _product(self, x: Tensor, weight: PackedWeight) -> tuple[Tensor, ...]:
-        out = packed_linear(x.reshape(-1, x.shape[-1]), weight, self._bias, self._locks)
-        return out.view(*x.shape[:-1], -1).split(self._sizes, -1)
+        out = packed_linear(x.reshape(-1, x.shape[-1]), weight, self.bias, self.locks)
+        return self.split(out.view(*x.shape[:-1], -1))
+
+    @property
+    def operands(self) -> tuple[PackedWeight, Tensor | None, Tensor]:
+        """Weight, bias and locks, as kernels take them."""
+        return self.weight, self.bias, self.locks
+
+    def split(self, out: Tensor) -> tuple[Tensor, ...]:
+        """The parts of the product `out` `[..., N]`."""
+        return out.split(self._sizes, -1)
 
 
 def input_order(modules: Sequence[nn.Module]) -> Tensor | None:

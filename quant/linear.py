@@ -81,6 +81,11 @@ class PackedLinear(nn.Module):
             out_features=self.out_features,
         )
 
+    @property
+    def operands(self) -> tuple[PackedWeight, Tensor | None, Tensor]:
+        """Weight, bias and locks, as kernels take them."""
+        return self.packed_weight, self.bias, self.locks
+
     def load(self, weight: QuantizedWeight) -> None:
         """Take over a weight read from a file. `zeros` and `perm` stay only where the weight needs them."""
         self.on_cpu = CPUWeights()

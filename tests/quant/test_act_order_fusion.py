@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_paged
-from hf_paged.fused_modules import FusedAttention, FusedLayer, FusedMLP
+from hf_paged.fused_layer import FusedLayer
+from hf_paged.fused_modules import FusedAttention, FusedMLP
 from hf_paged.fusion import fuse
 from hf_paged.model_view import build_view
 

@@ -1,0 +1,113 @@
+"""Packed linears of few tokens that take in the small kernels around them: norms, residual adds, a gated activation.
+
+A step of one token is a chain of kernels each of which waits for the one before it; most take 2 microseconds or 3,
+whatever they do. Here three in ten of a layer become ends of products (`w4a16_hopper_few.cu`). A norm is a factor per
+token and a weight per channel: the product that makes hidden states multiplies by the weight and sums squares, the
+product that reads them multiplies its outputs by the factor. So what is rounded to 16 bits between the two is the
+hidden state times the weight; the norm itself never is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_paged.kernels.packed_linear import multiprocessors
+from hf_paged.kernels.packed_weight import PackedWeight, packed_linear_reference
+from hf_paged.kernels.reference_fused import RMSNorm
+
+MAX_FOLDED_ROWS = 16
+_RUN = 16  # channels whose squares are summed
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OpenNorm:
+    """An RMSNorm whose factor is left to the product that reads it: norm(h) = rows / sqrt(mean(h^2) + eps)."""
+
+    rows: Tensor  # [M, K] bf16, h times the norm's weight
+    squares: Tensor  # [M, K / 16] fp32, sums of h^2
+    eps: float
+
+    @property
+    def factors(self) -> Tensor:
+        """`[M, 1]` fp32."""
+        return torch.rsqrt(self.squares.sum(1, keepdim=True) / self.rows.shape[1] + self.eps)
+
+
+def open_norm_reference(hidden: Tensor, norm: RMSNorm) -> OpenNorm:
+    """The definition of what a product leaves of `hidden` `[M, N]` for the next one."""
+    rows = (hidden.float() * (norm.weight.float() + norm.offset)).to(hidden.dtype)
+    return OpenNorm(rows=rows, squares=hidden.float().square().unflatten(1, (-1, _RUN)).sum(-1), eps=norm.eps)
+
+
+def folded_linear_reference(
+    x: Tensor | OpenNorm, weight: PackedWeight, bias: Tensor | None, *, gated: bool = False
+) -> Tensor:
+    """The definition of `folded_linear`."""
+    rows = x.rows if isinstance(x, OpenNorm) else x
+    out = packed_linear_reference(rows.float(), weight, None)
+    out = out * x.factors if isinstance(x, OpenNorm) else out
+    out = (out if bias is None else out + bias.float()).to(rows.dtype)
+    if not gated:
+        return out
+    gate, up = out.chunk(2, -1)
+    return torch.nn.functional.silu(gate.float()).to(rows.dtype) * up
+
+
+def folded_sum_reference(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor, norm: RMSNorm | None
+) -> tuple[Tensor, OpenNorm | None]:
+    """The definition of `folded_sum`."""
+    hidden = residual + packed_linear_reference(x, weight, bias)
+    return hidden, None if norm is None else open_norm_reference(hidden, norm)
+
+
+def can_fold(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether a product of rows like `x` `[M, hidden]` can take in what is around it."""
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and 0 < x.shape[0] <= MAX_FOLDED_ROWS):
+        return False
+    from hf_paged.kernels.w4a16_hopper import fits_hopper  # Triton exists on Linux only
+
+    return weight.perm is None and weight.in_features % 64 == 0 and fits_hopper(x, weight)
+
+
+def folded_linear(
+    x: Tensor | OpenNorm, weight: PackedWeight, bias: Tensor | None, locks: Tensor, *, gated: bool = False
+) -> Tensor:
+    """`[M, K]` -> `[M, N]`, or with `gated` (no bias, halves of whole 64s) silu of the first half times the second.
+
+    `can_fold` and `locks` as for `packed_linear`.
+    """
+    from hf_paged.kernels.w4a16_hopper import Ends, choose_hopper_tiles, w4a16_hopper
+
+    assert not gated or (bias is None and weight.out_features % 128 == 0), weight.out_features
+    normed = isinstance(x, OpenNorm)
+    rows, squares = (x.rows, x.squares) if isinstance(x, OpenNorm) else (x, None)
+    ends = Ends(normed=normed, eps=x.eps if isinstance(x, OpenNorm) else 0.0, gated=gated)
+    shape = (rows.shape[0], weight.out_features, weight.in_features, multiprocessors(rows.device.index or 0))
+    tiles = choose_hopper_tiles(*shape, gated=gated)
+    return w4a16_hopper(rows.contiguous(), weight, bias, locks, tiles, ends, (squares, None, None, None, None))
+
+
+def folded_sum(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, residual: Tensor, norm: RMSNorm | None
+) -> tuple[Tensor, OpenNorm | None]:
+    """(s, norm(s)) with s = residual + linear(x): `[M, K]` and `[M, N]` -> `[M, N]` and its norm, if there is one."""
+    from hf_paged.kernels.w4a16_hopper import Ends, choose_hopper_tiles, w4a16_hopper
+
+    m, n = residual.shape
+    x, residual = x.contiguous(), residual.contiguous()
+    tiles = choose_hopper_tiles(m, n, weight.in_features, multiprocessors(x.device.index or 0))
+    if norm is None:
+        only = (None, residual, None, None, None)
+        return w4a16_hopper(x, weight, bias, locks, tiles, Ends(adds=1), only), None
+    open_norm = OpenNorm(
+        rows=torch.empty_like(residual),
+        squares=torch.empty((m, n // _RUN), dtype=torch.float32, device=x.device),
+        eps=norm.eps,
+    )
+    beside = (None, residual, norm.weight, open_norm.rows, open_norm.squares)
+    ends = Ends(adds=2, offset=norm.offset)
+    return w4a16_hopper(x, weight, bias, locks, tiles, ends, beside), open_norm

@@ -1,0 +1,100 @@
+"""Decoder layers of few tokens whose small kernels are ends of their packed products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from test_fusion import assert_same_logits, fused_view, step_logits
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_paged import folded_layer, joined_linear
+from hf_paged.eval import bench_models
+from hf_paged.kernels import folded_linear
+from hf_paged.kernels.packed_weight import PackedWeight
+from hf_paged.kernels.reference_fused import RMSNorm
+from hf_paged.quant.joined_packed import JoinedPackedLinear
+from hf_paged.quant.linear import PackedLinear
+
+CALLS_OF_A_LAYER = 4
+
+
+def packed_model(device: str) -> PreTrainedModel:
+    config = bench_models._llama(3, 256, 704, 4, 2, 64, vocab_size=300)
+    return bench_models._random_model(config, torch.bfloat16, device, 4).eval()
+
+
+class Definitions:
+    """Stands for the kernels and counts their calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def linear(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, *, gated: bool = False
+    ) -> Tensor:
+        self.calls += 1
+        return folded_linear.folded_linear_reference(x, weight, bias, gated=gated)
+
+    def sum(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, residual: Tensor, norm: RMSNorm
+    ) -> tuple[Tensor, folded_linear.OpenNorm | None]:
+        self.calls += 1
+        return folded_linear.folded_sum_reference(x, weight, bias, residual, norm)
+
+
+@pytest.fixture
+def definitions(monkeypatch: pytest.MonkeyPatch) -> Definitions:
+    """Layers fold on a CPU, by the definitions."""
+
+    def join(modules: Sequence[nn.Module], shared: set[int], beside: nn.Module | None = None) -> tuple[object, None]:
+        packed = [module for module in modules if isinstance(module, PackedLinear)]
+        return JoinedPackedLinear(packed, joined_linear.join_parameters), None
+
+    made = Definitions()
+    monkeypatch.setattr("hf_paged.fusion_patterns.join", join)
+    monkeypatch.setattr(folded_layer, "can_fold", lambda x, weight: x.shape[0] <= 16)
+    monkeypatch.setattr(folded_layer, "folded_linear", made.linear)
+    monkeypatch.setattr(folded_layer, "folded_sum", made.sum)
+    return made
+
+
+def test_a_step_of_few_tokens_folds_every_layer_and_gives_the_same_logits(definitions: Definitions) -> None:
+    model = packed_model("cpu")
+    view, _ = fused_view(model)
+    folded = step_logits(view, tokens=9)
+    assert definitions.calls == 3 * CALLS_OF_A_LAYER
+    definitions.calls = 0
+    assert_same_logits(folded, step_logits(fused_view(model)[0], tokens=21)[:9])
+    assert definitions.calls == 0
+
+
+def test_a_layer_that_somebody_watches_does_not_fold_and_still_gets_its_norm(definitions: Definitions) -> None:
+    """The layer before it leaves a norm that only a folded one can read."""
+    model = packed_model("cpu")
+    view, _ = fused_view(model)
+    folded = step_logits(view, tokens=9)
+    seen: list[Tensor] = []
+    view.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    definitions.calls = 0
+    assert_same_logits(step_logits(view, tokens=9), folded)
+    assert definitions.calls == 2 * CALLS_OF_A_LAYER and seen
+
+
+@pytest.mark.gpu
+def test_folded_layers_give_the_logits_of_fused_ones_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("layers fold on Hopper only")
+    model = packed_model("cuda")
+    view, _ = fused_view(model)
+    calls = []
+    kernel = folded_layer.folded_linear
+    monkeypatch.setattr(
+        folded_layer, "folded_linear", lambda *args, **kwargs: calls.append(1) or kernel(*args, **kwargs)
+    )
+    folded = step_logits(view, tokens=9)
+    assert len(calls) == 2 * 3
+    monkeypatch.setattr(folded_layer, "can_fold", lambda x, weight: False)
+    assert_same_logits(folded, step_logits(view, tokens=9))
