@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,16 +34,58 @@ def decode_attention(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
-    lse: Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> None:
     """Attention of the first `meta.num_decodes` rows of `query` `[T, heads, head_dim]`, into the same rows of `out`.
 
     Allocates only through torch (graph-safe) and never synchronises. Rows with `seq_lens` 0 become zeros.
+    """
+    shares = attend_shares(
+        query, layer, meta, out, scale=scale, window=window, softcap=softcap, sinks=sinks, config=config
+    )
+    grid, shape = join_launch(shares, meta.num_decodes, layer.k.tensor.shape[1])
+    join_kernel[grid](
+        out,
+        shares.partial,
+        shares.lse,
+        meta.seq_lens,
+        shares.lse if sinks is None else sinks,
+        meta.num_decodes,
+        window or 0,
+        shares.config.programs,
+        WINDOW=window is not None,
+        SINKS=0 if sinks is None else sinks.dim(),
+        **shape,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """What the programs of a decode step leave of heads that they shared."""
+
+    partial: Tensor  # [programs, 2, group, v_head_dim] fp32
+    lse: Tensor  # [programs, 2, group] fp32, base 2
+    config: DecodeConfig
+
+
+def attend_shares(
+    query: Tensor,
+    layer: LayerKV,
+    meta: AttentionMetadata,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    lse: Tensor | None = None,
+    config: DecodeConfig | None = None,
+) -> Shares:
+    """`decode_attention` but for the joining: heads that one program had whole are in `out`.
 
     Args:
-        lse: `[num_decodes, heads]` fp32, becomes the base-2 log-sum-exp of each row's scores, -inf where there is none;
-            for what is joined with other keys later, hence without sinks.
+        lse: `[num_decodes, heads]` fp32, for the base-2 log-sum-exps of these heads, which then have no sinks: these
+            are not all their keys.
     """
     assert lse is None or sinks is None
     num_seqs, heads = meta.num_decodes, query.shape[1]
@@ -72,7 +115,7 @@ def decode_attention(
         _launch_registers(arguments, shape, layer, config)
     else:
         _launch_portable(arguments, shape, query, layer, config)
-    _join(out, partial, partial_lse, meta.seq_lens, by_head, num_seqs, kv_heads, window, sinks_kind, config)
+    return Shares(partial=partial, lse=partial_lse, config=config)
 
 
 def _launch_registers(arguments: tuple[Any, ...], shape: dict[str, Any], layer: LayerKV, config: DecodeConfig) -> None:
@@ -104,48 +147,28 @@ def _launch_portable(
     )
 
 
-def _join(
-    out: Tensor,
-    partial: Tensor,
-    lse: Tensor,
-    seq_lens: Tensor,
-    by_head: Tensor,
-    num_seqs: int,
-    kv_heads: int,
-    window: int | None,
-    sinks_kind: int,
-    config: DecodeConfig,
-) -> None:
-    """Partial results into `out`: one program for the heads of a KV head, and more for a long sequence's many parts."""
-    group, v_dim = partial.shape[2:]
+def join_launch(shares: Shares, num_seqs: int, kv_heads: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Grid and constants of a joining kernel: one program for the heads of a KV head, more for a long sequence's."""
+    config, (group, v_dim) = shares.config, shares.partial.shape[2:]
     heads, h_block, columns = group, triton.next_power_of_2(group), triton.next_power_of_2(v_dim)
     many = config.programs >= 16 * num_seqs * kv_heads
     if many:
         heads = h_block = 1
     columns = min(columns, 32 if many else max(1024 // h_block, 32))  # a warp holds four parts of 1,024 values
-    join_kernel[kv_heads * group // heads, num_seqs, triton.cdiv(v_dim, columns)](
-        out,
-        partial,
-        lse,
-        seq_lens,
-        by_head,
-        num_seqs,
-        window or 0,
-        config.programs,
-        GROUP=group,
-        HEADS=heads,
-        H_BLOCK=h_block,
-        V_DIM=v_dim,
-        COLUMNS=columns,
-        TILE=config.tile,
-        LEAST=config.least,
-        STEP=256 if many else max(min(4096 // (h_block * columns), 8), 1),
-        WINDOW=window is not None,
-        SINKS=sinks_kind,
-        OVERLAP=config.overlap,
-        num_warps=4 if many else 1,
+    shape = {
+        "GROUP": group,
+        "HEADS": heads,
+        "H_BLOCK": h_block,
+        "V_DIM": v_dim,
+        "COLUMNS": columns,
+        "TILE": config.tile,
+        "LEAST": config.least,
+        "STEP": 256 if many else max(min(4096 // (h_block * columns), 8), 1),
+        "OVERLAP": config.overlap,
+        "num_warps": 4 if many else 1,
         **({"launch_pdl": True} if config.overlap else {}),
-    )
+    }
+    return (kv_heads * group // heads, num_seqs, triton.cdiv(v_dim, columns)), shape
 
 
 def page_constants(query: Tensor, layer: LayerKV) -> dict[str, Any]:

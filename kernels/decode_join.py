@@ -15,13 +15,13 @@ def join_kernel(
     partial_ptr,  # [held, 2, GROUP, V_DIM] fp32
     lse_ptr,  # [held, 2, GROUP] fp32, base 2
     seq_lens_ptr,  # [num_seqs] int32
-    sinks_ptr,  # [heads]; [num_seqs, heads] where SINKS is 2; 3: base-2 log-sum-exps go there, none is read
+    sinks_ptr,  # [heads], or [num_seqs, heads] where SINKS is 2
     num_seqs, window, held,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,  # of a program: GROUP or 1
     H_BLOCK: tl.constexpr, V_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a program
-    TILE: tl.constexpr, LEAST: tl.constexpr, STEP: tl.constexpr,
+    TILE: tl.constexpr, LEAST: tl.constexpr, BUSY: tl.constexpr, STEP: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Heads of one KV head of one sequence: join their partial results, if there are any; zeros for an empty one."""
@@ -30,8 +30,8 @@ def join_kernel(
     first_head = tl.program_id(0) * HEADS
     seq = tl.program_id(1)
     heads = tl.num_programs(0) * HEADS
-    tiles, first, last = _programs_of(
-        seq, first_head // GROUP, seq_lens_ptr, num_seqs, heads // GROUP, window, held, WINDOW, TILE, LEAST
+    tiles, first, last = programs_of(
+        seq, first_head // GROUP, seq_lens_ptr, num_seqs, heads // GROUP, window, held, WINDOW, TILE, LEAST, BUSY
     )
     if OVERLAP:  # every program, whatever it has to do: what follows this kernel follows the other one too
         gdc_wait()
@@ -39,37 +39,30 @@ def join_kernel(
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     out = out_ptr + (seq.to(tl.int64) * heads + first_head + h)[:, None] * V_DIM + d[None, :]
     mask = (h < HEADS)[:, None] & (d < V_DIM)[None, :]
-    lse_out = sinks_ptr + (seq.to(tl.int64) * heads + first_head + h)
-    if tiles == 0:  # a padded row of a captured graph, or keys that all lie in the current block
-        if SINKS == 3:
-            tl.store(lse_out, tl.full([H_BLOCK], float("-inf"), tl.float32), mask=h < HEADS)
+    if tiles == 0:  # a padded row of a captured graph
         tl.store(out, tl.zeros([H_BLOCK, COLUMNS], out_ptr.dtype.element_ty), mask=mask)
         return
     if first == last:
         return
     top = tl.full([H_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([H_BLOCK], tl.float32)
-    if SINKS == 1 or SINKS == 2:
+    if SINKS:
         at = seq.to(tl.int64) * heads * (SINKS - 1) + first_head + h
         top = tl.load(sinks_ptr + at, mask=h < HEADS, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
-    result, lse = _joined(
-        partial_ptr, lse_ptr, first, last, first_head % GROUP, top, total, d, GROUP, HEADS, V_DIM, STEP
-    )
-    if SINKS == 3:
-        tl.store(lse_out, lse, mask=h < HEADS)
+    result, _ = joined(partial_ptr, lse_ptr, first, last, first_head % GROUP, top, total, d, GROUP, HEADS, V_DIM, STEP)
     tl.store(out, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _programs_of(
+def programs_of(
     seq, kv_head, seq_lens_ptr, num_seqs, kv_heads, window, held,
-    WINDOW: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, BUSY: tl.constexpr,
 ):  # fmt: skip
     """Tiles of one KV head of a sequence, and the first and the last program that have some of them."""
     n = tl.arange(0, SCAN)
     total, _living, parts, _each, programs = survey(
-        n, seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW, TILE, LEAST
+        n, seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW, TILE, LEAST, BUSY
     )
     _, _, tiles = visible_tiles(tl.load(seq_lens_ptr + seq), window, WINDOW, TILE)
     if parts > 0:
@@ -94,7 +87,7 @@ def _program_of(unit, units, programs):
 
 
 @triton.jit
-def _joined(
+def joined(
     partial_ptr, lse_ptr, first, last, first_head, top, total, d,
     GROUP: tl.constexpr, HEADS: tl.constexpr, V_DIM: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip

@@ -1,8 +1,7 @@
 """Triton kernel that ends a decode step whose sequences keep their current block in 16 bits beside its codes.
 
-`decode_attention` has attended to what lies before that block, as codes, and left a result and a log-sum-exp. One
-program takes the keys and values of a sequence's block for the heads of one KV head, joins both, and writes the output.
-What it reads of the block is there before the coded keys are attended to, so only the joining waits for them.
+The kernels of `decode_attention` attend to the codes before that block. This one joins their parts, as `decode_join.py`
+does, and takes the keys and values of the block in. These are on their way while the codes are still read.
 """
 
 from __future__ import annotations
@@ -15,97 +14,123 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hf_paged.kernels.decode_attention import base2_scale, channel_block, decode_attention, dot_dtype
+from hf_paged.kernels.decode_attention import attend_shares, base2_scale, join_launch
+from hf_paged.kernels.decode_join import joined, programs_of
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 from hf_paged.kernels.on_device import on_device
-from hf_paged.kernels.overlap import overlap
-from hf_paged.kernels.tiles import normalise_rows, softmax_step
 
-_TILE = 32  # tokens
+_WARPS = 4
+_ELEMENTS = 128  # of a product of queries with keys, that a thread holds
 
 
-@triton.jit
-def _join_recent(
+@triton.jit(do_not_specialize=["num_seqs", "held"])
+def join_recent_kernel(
     out_ptr,  # [num_seqs, heads, V_DIM]
-    coded_ptr,  # [num_seqs, heads, V_DIM] fp32, attention over the codes before the block
-    lse_ptr,  # [num_seqs, heads] fp32, base 2; -inf: there are none
+    whole_ptr,  # [num_seqs, heads, V_DIM] fp32, of heads that one program had whole
+    whole_lse_ptr,  # [num_seqs, heads] fp32, base 2
+    partial_ptr,  # [held, 2, GROUP, V_DIM] fp32, of the others
+    lse_ptr,  # [held, 2, GROUP] fp32, base 2
     q_ptr,  # [num_seqs, heads, K_DIM], last dimension contiguous
     k_ptr,  # [num_slots, kv_heads, BLOCK_SIZE, K_DIM]
     v_ptr,  # [num_slots, kv_heads, BLOCK_SIZE, V_DIM]
     slots_ptr,  # [num_seqs] int32
-    starts_ptr,  # [num_seqs] int32
+    starts_ptr,  # [num_seqs] int32, tokens that are read as codes
     seq_lens_ptr,  # [num_seqs] int32
     sinks_ptr,  # [heads], or [num_seqs, heads] where SINKS is 2
-    q_stride_t,
-    q_stride_h,
-    out_stride_t,
-    k_stride,
-    v_stride,
-    scale,  # as the decode kernels take it
-    softcap,
+    q_stride_t, q_stride_h, k_stride, v_stride,
+    scale, softcap,  # as the decode kernels have them
+    num_seqs, held,
     GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,  # of a program: GROUP or 1
+    H_BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a program
     BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    DOT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    KEYS: tl.constexpr,  # taken at once
+    TILE: tl.constexpr, LEAST: tl.constexpr, STEP: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Heads of one KV head of one sequence, as `join_kernel`."""
     if OVERLAP:
         gdc_launch_dependents()
-    kv_head = tl.program_id(0)
+    first_head = tl.program_id(0) * HEADS
+    kv_head = first_head // GROUP
     seq = tl.program_id(1).to(tl.int64)
-    heads = tl.num_programs(0) * GROUP
-    row = tl.arange(0, ROWS)
-    dk = tl.arange(0, K_BLOCK)
-    dv = tl.arange(0, V_BLOCK)
-    head = kv_head * GROUP + row
-    q_at = q_ptr + seq * q_stride_t + head[:, None] * q_stride_h + dk[None, :]
-    q = tl.load(q_at, mask=(row < GROUP)[:, None] & (dk < K_DIM)[None, :], other=0.0)
-    q, unit = normalise_rows(q, DOT, False)
-    acc = tl.zeros([ROWS, V_BLOCK], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    count = tl.load(seq_lens_ptr + seq) - tl.load(starts_ptr + seq)
+    heads = tl.num_programs(0) * HEADS
+    h = tl.arange(0, H_BLOCK)
+    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    q_row = q_ptr + seq * q_stride_t + first_head * q_stride_h
     slot = tl.load(slots_ptr + seq).to(tl.int64)
-    unscaled = tl.zeros([TILE], tl.float32)
-    for first in tl.range(0, count, TILE, num_stages=1):  # one tile, as a rule
-        n = first + tl.arange(0, TILE)
-        keep = n < count
-        at = kv_head * BLOCK_SIZE + n
-        k_at = k_ptr + slot * k_stride + at[:, None] * K_DIM + dk[None, :]
-        v_at = v_ptr + slot * v_stride + at[:, None] * V_DIM + dv[None, :]
-        k = tl.load(k_at, mask=keep[:, None] & (dk < K_DIM)[None, :], other=0.0)
-        v = tl.load(v_at, mask=keep[:, None] & (dv < V_DIM)[None, :], other=0.0)
-        acc, total, top, _ = softmax_step(
-            acc, total, top, 1.0, q, unit * scale, k, unscaled, v, unscaled, keep[None, :], softcap,
-            True, SOFTCAP, False, False, DOT, DOT, False,
-        )  # fmt: skip
+    start = tl.load(starts_ptr + seq)
+    count = tl.load(seq_lens_ptr + seq) - start
+    # the write of these keys and values was over before the codes were read, see `overlap.py`
+    acc, total, top = _own_block(
+        q_row, q_stride_h, k_ptr + slot * k_stride + kv_head * BLOCK_SIZE * K_DIM,
+        v_ptr + slot * v_stride + kv_head * BLOCK_SIZE * V_DIM, count, scale, softcap, h, d,
+        HEADS, K_DIM, V_DIM, K_BLOCK, KEYS, SOFTCAP,
+    )  # fmt: skip
+    tiles, first, last = programs_of(
+        tl.program_id(1), kv_head, starts_ptr, num_seqs, heads // GROUP, 0, held, False, TILE, LEAST
+    )
     if OVERLAP:
         gdc_wait()
-    real = row < GROUP
-    mask = real[:, None] & (dv < V_DIM)[None, :]
-    coded_top = tl.load(lse_ptr + seq * heads + head, mask=real, other=float("-inf"))
-    coded = tl.load(coded_ptr + (seq * heads + head)[:, None] * V_DIM + dv[None, :], mask=mask, other=0.0)
-    new_top = tl.maximum(top, coded_top)
+    row = seq * heads + first_head + h
+    at = row[:, None] * V_DIM + d[None, :]
+    mask = (h < HEADS)[:, None] & (d < V_DIM)[None, :]
+    coded = tl.zeros([H_BLOCK, COLUMNS], tl.float32)
+    lse = tl.full([H_BLOCK], float("-inf"), tl.float32)
+    if tiles > 0:
+        if first == last:
+            coded = tl.load(whole_ptr + at, mask=mask, other=0.0)
+            lse = tl.load(whole_lse_ptr + row, mask=h < HEADS, other=float("-inf"))
+        else:
+            coded, lse = joined(
+                partial_ptr, lse_ptr, first, last, first_head % GROUP, lse, tl.zeros([H_BLOCK], tl.float32), d,
+                GROUP, HEADS, V_DIM, STEP,
+            )  # fmt: skip
+    new_top = tl.maximum(top, lse)
     if SINKS:
-        sink = tl.load(sinks_ptr + seq * heads * (SINKS - 1) + head, mask=real, other=0.0).to(tl.float32)
-        sink *= 1.4426950408889634
+        sink_at = seq * heads * (SINKS - 1) + first_head + h
+        sink = tl.load(sinks_ptr + sink_at, mask=h < HEADS, other=0.0).to(tl.float32) * 1.4426950408889634
         new_top = tl.maximum(new_top, sink)
-    anchor = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key at all: a padded row of a captured graph
-    decay = tl.exp2(top - anchor)
-    weight = tl.exp2(coded_top - anchor)
+    new_top = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key at all: a padded row of a captured graph
+    weight = tl.exp2(lse - new_top)
+    decay = tl.exp2(top - new_top)
     total = total * decay + weight
     if SINKS:
-        total += tl.exp2(sink - anchor)
-    acc = (acc * decay[:, None] + coded * weight[:, None]) / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_at = out_ptr + seq * out_stride_t + head[:, None] * V_DIM + dv[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        total += tl.exp2(sink - new_top)
+    result = (acc * decay[:, None] + coded * weight[:, None]) / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _own_block(
+    q_row, q_stride_h, k_ptr, v_ptr, count, scale, softcap, h, d,
+    HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Columns `d` of weighted values, denominator and maximum of the softmax over the first `count` keys of a block."""
+    dk = tl.arange(0, K_BLOCK)
+    q_mask = (h < HEADS)[:, None] & (dk < K_DIM)[None, :]
+    q = tl.load(q_row + h[:, None] * q_stride_h + dk[None, :], mask=q_mask, other=0.0).to(tl.float32)
+    acc = tl.zeros([h.shape[0], d.shape[0]], tl.float32)
+    total = tl.zeros([h.shape[0]], tl.float32)
+    top = tl.full([h.shape[0]], float("-inf"), tl.float32)
+    for begin in range(0, count, KEYS):
+        n = begin + tl.arange(0, KEYS)
+        live = n < count
+        k = tl.load(k_ptr + n[:, None] * K_DIM + dk[None, :], mask=live[:, None] & (dk < K_DIM)[None, :], other=0.0)
+        v = tl.load(v_ptr + n[:, None] * V_DIM + d[None, :], mask=live[:, None] & (d < V_DIM)[None, :], other=0.0)
+        scores = tl.sum(q[:, None, :] * k.to(tl.float32)[None, :, :], 2) * scale
+        if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        scores = tl.where(live[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        probs = tl.exp2(scores - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        acc = acc * decay[:, None] + tl.sum(probs[:, :, None] * v.to(tl.float32)[None, :, :], 1)
+        total = total * decay + tl.sum(probs, 1)
+        top = new_top
+    return acc, total, top
 
 
 @on_device
@@ -126,32 +151,30 @@ def decode_recent(
     current, recent = meta.current, layer.recent
     assert current is not None and recent is not None
     num_seqs, heads, v_dim = meta.num_decodes, query.shape[1], layer.v.head_dim
-    kv_heads = layer.k.tensor.shape[1]
-    coded = torch.empty((num_seqs, heads, v_dim), dtype=torch.float32, device=out.device)
-    lse = torch.empty((num_seqs, heads), dtype=torch.float32, device=out.device)
+    whole = torch.empty((num_seqs, heads, v_dim), dtype=torch.float32, device=out.device)
+    whole_lse = torch.empty((num_seqs, heads), dtype=torch.float32, device=out.device)
     before = replace(meta, seq_lens=current.starts)
-    decode_attention(query, layer, before, coded, scale=scale, window=None, softcap=softcap, sinks=None, lse=lse)
-    k, v = recent.k.tensor, recent.v.tensor
-    _join_recent[kv_heads, num_seqs](
-        out, coded, lse, query, k, v, current.slots, current.starts, meta.seq_lens,
-        lse if sinks is None else sinks,
+    shares = attend_shares(
+        query, layer, before, whole, scale=scale, window=None, softcap=softcap, sinks=None, lse=whole_lse
+    )
+    grid, shape = join_launch(shares, num_seqs, layer.k.tensor.shape[1])
+    k, v, k_block = recent.k.tensor, recent.v.tensor, triton.next_power_of_2(recent.k.head_dim)
+    widest = shape["H_BLOCK"] * max(k_block, shape["COLUMNS"])
+    shape["num_warps"] = _WARPS
+    join_recent_kernel[grid](
+        out, whole, whole_lse, shares.partial, shares.lse, query, k, v, current.slots, current.starts, meta.seq_lens,
+        query if sinks is None else sinks,
         *query.stride()[:2],
-        out.stride(0),
         k.stride(0),
         v.stride(0),
         *base2_scale(scale, softcap),
-        GROUP=heads // kv_heads,
-        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
+        num_seqs,
+        shares.config.programs,
         K_DIM=recent.k.head_dim,
-        V_DIM=recent.v.head_dim,
-        K_BLOCK=channel_block(recent.k.head_dim),
-        V_BLOCK=channel_block(recent.v.head_dim),
+        K_BLOCK=k_block,
         BLOCK_SIZE=recent.block_size,
-        TILE=min(_TILE, recent.block_size),
+        KEYS=min(recent.block_size, max(32 * _WARPS * _ELEMENTS // widest, 1)),
         SOFTCAP=softcap is not None,
         SINKS=0 if sinks is None else sinks.dim(),
-        DOT=dot_dtype(query, recent.k),
-        num_warps=4,
-        **overlap(out),
+        **shape,
     )  # fmt: skip
-    assert out.stride()[1:] == (v_dim, 1), out.stride()

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from hf_paged.kernels.decode_registers import decode_registers_kernel
 from hf_paged.kernels.decode_join import join_kernel
-from hf_paged.kernels.decode_recent import _join_recent
+from hf_paged.kernels.decode_recent import join_recent_kernel
 from hf_paged.kernels.prefill_attention import _prefill
 from hf_paged.kernels.prefill_workspace import _dequantize
 
@@ -50,12 +50,12 @@ for k, v, dims, group, tile in [
     if "fp8" in (k, v) and arch < 89:
         continue
     constants = dict(GROUP=group, N=8 if group <= 8 else 16, K_DIM=dims[0], V_DIM=dims[1], BLOCK_SIZE=32, TILE=tile,
-                     LEAST=2, OVERLAP=arch >= 90, INT4=False, **FEATURES)
+                     LEAST=2, BUSY=5, OVERLAP=arch >= 90, INT4=False, **FEATURES)
     made = build(decode_registers_kernel, constants, 1, GluonASTSource, out_ptr="*bf16", partial_ptr="*fp32",
                  lse_ptr="*fp32", q_ptr="*bf16", k_ptr=TYPES[k], v_ptr=TYPES[v], k_scale_ptr="*fp16",
                  v_scale_ptr="*fp16", **INDICES)
     assert made.metadata.shared == 0, made.metadata.shared
-constants = dict(GROUP=7, HEADS=7, H_BLOCK=8, V_DIM=96, COLUMNS=128, TILE=32, LEAST=2, STEP=8, WINDOW=True, SINKS=2,
+constants = dict(GROUP=7, HEADS=7, H_BLOCK=8, V_DIM=96, COLUMNS=128, TILE=32, LEAST=2, BUSY=5, STEP=8, WINDOW=True, SINKS=2,
                  OVERLAP=arch >= 90)
 build(join_kernel, constants, 4, out_ptr="*bf16", partial_ptr="*fp32", lse_ptr="*fp32", **INDICES)
 constants = dict(DIM=128, BLOCK=128, BLOCK_SIZE=32, WINDOW=True, INT4=False)
@@ -70,11 +70,12 @@ for recent in (0, 32):
     made = build(_prefill, dict(constants, RECENT=recent), 8, **pages, **own, **INDICES)
     assert made.metadata.shared <= 99 << 10, made.metadata.shared  # what a block may use on sm86, sm89 and sm120
     assert ("wgmma.mma_async" in made.asm["ptx"]) == (arch == 90)
-constants = dict(GROUP=4, ROWS=16, K_DIM=128, V_DIM=128, K_BLOCK=128, V_BLOCK=128, BLOCK_SIZE=32, TILE=32, SOFTCAP=True,
-                 SINKS=2, DOT=tl.bfloat16, OVERLAP=arch >= 90)
-made = build(_join_recent, constants, 4, coded_ptr="*fp32", lse_ptr="*fp32", slots_ptr="*i32", starts_ptr="*i32",
-             **{name: pages[name] for name in ("out_ptr", "q_ptr", "k_ptr", "v_ptr")}, **INDICES)
-assert made.metadata.shared <= 99 << 10, made.metadata.shared
+parts = dict.fromkeys(("whole_ptr", "whole_lse_ptr", "partial_ptr", "lse_ptr"), "*fp32")
+recent = dict(slots_ptr="*i32", starts_ptr="*i32") | {n: "*bf16" for n in ("out_ptr", "q_ptr", "k_ptr", "v_ptr")}
+for group, h_block, columns, keys, warps in ((1, 1, 128, 32, 4), (7, 8, 128, 16, 4)):
+    constants = dict(GROUP=group, HEADS=group, H_BLOCK=h_block, K_DIM=128, V_DIM=128, K_BLOCK=128, COLUMNS=columns,
+                     BLOCK_SIZE=32, KEYS=keys, TILE=32, LEAST=1, STEP=8, SOFTCAP=True, SINKS=2, OVERLAP=arch >= 90)
+    build(join_recent_kernel, constants, warps, **parts, **recent, **INDICES)
 print("compiled", arch)
 """
 
