@@ -4,8 +4,8 @@ Every program first lets the next kernel start and only then waits for the one b
 early as multiprocessors have room, several kernels ahead, and a product's first weights are on their way while small
 kernels before it still wait: 1 to 3 microseconds per layer less than waiting first. Whoever starts so waits for a
 kernel that itself waited, hence for all before it; but until then nothing that a kernel of the step writes may be read,
-however long ago that one was launched. Decode attention alone does not wait: it is launched in the ordinary way, after
-the kernel before it.
+however long ago that one was launched. Decode attention of many tokens alone does not wait: it is launched in the
+ordinary way, after the kernel before it.
 """
 
 from __future__ import annotations
