@@ -56,7 +56,7 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt + output tokens of one request; None = from the model
     enable_prefix_caching: bool = True
     swap_space: float = 0.0  # GiB of pinned CPU memory for preempted requests; 0 = recompute them
-    cuda_graphs: AutoBool = "auto"
+    cuda_graphs: AutoBool = "auto"  # False: no step is captured, on a CPU neither
     async_scheduling: AutoBool = "auto"
     fuse: AutoBool = "auto"  # fewer, larger operations where that is provably the same model; "auto" = True
     seed: int = 0

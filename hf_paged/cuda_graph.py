@@ -1,10 +1,12 @@
-"""Capture steps as CUDA graphs and replay them: no Python and no launch cost per layer.
+"""Capture steps as graphs and replay them: no Python and no launch cost per layer.
 
 A graph is captured for a `StepBucket` the first time one is needed, or all of them when asked: a padded number of
 decodes, a padded number of prompt tokens (0 in a step of decodes alone) and a bound on sequence length. Its inputs live
 at a fixed address in the same packing that every step uses. Padding decodes have length 0, padding tokens are written
 nowhere and attend to nothing. Sequence lengths, tables and slots are read from that buffer at replay, so a graph never
 goes stale as sequences grow. The bound only sizes the launch: how many ways attention is split.
+
+On a CPU, steps of decodes are captured where our kernels run them (`kernels/cpu_graph.py`). Prompts keep it busy.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,12 +22,14 @@ import torch
 from torch import Tensor
 
 from hf_paged.config import EngineConfig
+from hf_paged.kernels.cpu_graph import CpuGraph
 from hf_paged.model_inputs import InputBuilder, ModelInputs, StepPacking, StepShape
 from hf_paged.request import ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_CPU_BATCH_SIZES = (1, 4, 8, 16, 32, 48, 64, 80)  # as rows fill registers; larger products run on other kernels
 # Beside prompt tokens a few more decodes cost nothing, so there are fewer sizes to capture.
 _DECODES_BESIDE_PROMPTS = (0, 8, 32, 64, 128, 192, 256)
 # A step of more prompt tokens keeps the device busy for longer than its launch takes.
@@ -51,6 +55,17 @@ class StepBucket:
             return None
         longest = max(item.start + item.num_scheduled_tokens for item in scheduled)
         return cls._padded(decodes, prompt_tokens, longest, max_num_seqs, max_model_len)
+
+    @classmethod
+    def on_cpu(
+        cls, scheduled: Sequence[ScheduledRequest], *, max_num_seqs: int, max_model_len: int
+    ) -> StepBucket | None:
+        """The smallest bucket of a CPU that holds a step; None for a large one, and for prompts."""
+        padded = next((size for size in _CPU_BATCH_SIZES if size >= len(scheduled)), None)
+        if padded is None or any(item.num_scheduled_tokens > 1 for item in scheduled):
+            return None
+        bucket = cls.of(scheduled, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        return None if bucket is None else replace(bucket, num_decodes=min(padded, max_num_seqs))
 
     @classmethod
     def _padded(
@@ -152,6 +167,12 @@ class CapturedStep:
             max_seqlen_q=max(bucket.num_prompt_tokens, 1),
             max_seq_len=bucket.max_seq_len,
         )
+        self._graph: torch.cuda.CUDAGraph | CpuGraph
+        if device.type == "cpu":
+            self._graph = CpuGraph()
+            with self._graph.capture():
+                self._tensors = run(self._inputs)
+            return
         # Compiles kernels and fills caches, which a capture must not do. On the current stream: every stream that ever
         # multiplied keeps a 32 MiB cuBLAS workspace.
         run(self._inputs)
@@ -181,7 +202,7 @@ class StepGraphs:
         self._max_model_len = max_model_len
         self._device = device
         self._steps: dict[StepBucket, CapturedStep] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._broken: set[str] = set()
         self.num_captured = 0
 
@@ -193,17 +214,27 @@ class StepGraphs:
         `run` is the forward to capture. It is not kept: through a cycle with the runner, the pages of a dropped engine
         would stay until the next garbage collection.
         """
-        bucket = StepBucket.of(scheduled, max_num_seqs=self._config.max_num_seqs, max_model_len=self._max_model_len)
+        bucket_of = StepBucket.on_cpu if self._device.type == "cpu" else StepBucket.of
+        bucket = bucket_of(scheduled, max_num_seqs=self._config.max_num_seqs, max_model_len=self._max_model_len)
         if bucket is None or _kind(bucket) in self._broken:
             return None
         return self._steps.get(bucket) or self._capture(bucket, run)
 
     def capture_all(self, run: Callable[[ModelInputs], StepTensors]) -> None:
-        """Capture what is not captured yet, large steps first: their memory serves the small ones."""
+        """Capture what is not captured yet, large steps first: their memory serves the small ones.
+
+        Nothing on a CPU, where a capture takes as long as a step.
+        """
+        if self._device.type == "cpu":
+            return
         buckets = StepBucket.all(max_num_seqs=self._config.max_num_seqs, max_model_len=self._max_model_len)
         for bucket in sorted(buckets - self._steps.keys(), key=lambda bucket: -bucket.num_tokens):
             if _kind(bucket) not in self._broken:
                 self._capture(bucket, run)
+
+    def forget(self) -> None:
+        """Drop what was captured: it reads memory that is not in use any more."""
+        self._steps.clear()
 
     def _capture(self, bucket: StepBucket, run: Callable[[ModelInputs], StepTensors]) -> CapturedStep | None:
         try:
@@ -215,7 +246,8 @@ class StepGraphs:
         except RuntimeError as error:
             if self._config.cuda_graphs is True:
                 raise
-            logger.warning("%s run without CUDA graphs: this model cannot be captured (%s)", _kind(bucket), error)
+            level = logging.WARNING if self._device.type == "cuda" else logging.INFO
+            logger.log(level, "%s run without graphs: this model cannot be captured (%s)", _kind(bucket), error)
             self._broken.add(_kind(bucket))
             return None
         self._steps[bucket] = step

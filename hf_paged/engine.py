@@ -213,6 +213,8 @@ class Engine:
         """Take note of weights that were written in place: copies of them are renewed, cached prefixes forgotten."""
         if self.reordered.refresh():
             self.scheduler.reset_prefix_cache()
+            if self.runner.graphs is not None:
+                self.runner.graphs.forget()
 
     def take_failure(self) -> Exception | None:
         """Why the latest request failed, once: who raises it gives it frames, which an engine must not keep alive."""

@@ -18,6 +18,7 @@ from hf_paged.attention import AttentionCall
 from hf_paged.config import EngineConfig
 from hf_paged.cuda_graph import StepGraphs, StepTensors
 from hf_paged.fused_modules import RotaryCall, RotaryContext, leaves_tokens_out
+from hf_paged.kernels.cpu_launch import has_kernels
 from hf_paged.kernels.fused_ops import input_tokens, likeliest_tokens, restore_output, rope_write
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV, RecentRows
 from hf_paged.kernels.paged_attention import paged_attention
@@ -137,9 +138,8 @@ class ModelRunner:
         )
         # the token that each row sampled last; one place more, which padding writes to
         self.last_token = torch.zeros(config.max_num_seqs + 1, dtype=torch.long, device=self.device)
-        wanted = config.cuda_graphs is True or (config.cuda_graphs == "auto" and self.device.type == "cuda")
         self.graphs: StepGraphs | None = None
-        if wanted:
+        if config.cuda_graphs is True or (config.cuda_graphs == "auto" and _may_capture(model)):
             self.graphs = StepGraphs(self.builder, config, max_model_len=max_model_len, device=self.device)
 
     @torch.inference_mode()
@@ -194,6 +194,14 @@ class ModelRunner:
         logits = self._run(inputs, last_only=True)
         greedy = likeliest_tokens(logits, inputs.logits_rows, self.last_token)
         return StepTensors.of(inputs, logits, greedy)
+
+
+def _may_capture(model: PackedModel) -> bool:
+    """Whether steps are worth capturing on this device; on a CPU, hooks go on being called in every step."""
+    if model.device.type != "cpu":
+        return model.device.type == "cuda"
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.view.modules())
+    return has_kernels(model.specs[0].dtype) and not hooked
 
 
 @dataclass(frozen=True, kw_only=True)

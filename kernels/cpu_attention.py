@@ -10,20 +10,14 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels import cpu_kernels
+from hf_paged.kernels.cpu_fused import holds, scales
 from hf_paged.kernels.cpu_launch import bits, launch
-from hf_paged.kernels.layout import AttentionMetadata, LayerKV, Pages, ScaledPages
+from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 
 
 def takes(query: Tensor, layer: LayerKV) -> bool:
     """Whether `decode_attention` computes queries of this dtype on these pages."""
-    known = (torch.bfloat16, torch.int8)
-    pages_known = all(pages.tensor.dtype in known for pages in (layer.k, layer.v))
-    return query.dtype == torch.bfloat16 and pages_known
-
-
-def _scales(pages: Pages) -> tuple[int, int]:
-    """Address and block stride; 0 where values are plain."""
-    return (pages.scale.data_ptr(), pages.scale.stride(0)) if isinstance(pages, ScaledPages) else (0, 0)
+    return query.dtype == torch.bfloat16 and holds(layer)
 
 
 def decode_attention(
@@ -45,6 +39,6 @@ def decode_attention(
         cpu_kernels.decode_attention, num_seqs * kv_heads, query.data_ptr(), k.data_ptr(), v.data_ptr(), k.stride(0),
         v.stride(0), out.data_ptr(), tables.data_ptr(), tables.shape[1], seq_lens.data_ptr(), scratch.data_ptr(),
         longest, num_seqs, kv_heads, heads // kv_heads, head_dim, v_dim, layer.block_size, window or 0, bits(scale),
-        *_scales(layer.k), *_scales(layer.v),
+        *scales(layer.k), *scales(layer.v),
     )  # fmt: skip
     return out

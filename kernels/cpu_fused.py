@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_paged.kernels import cpu_kernels, reference_fused
 from hf_paged.kernels.cpu_launch import bits, launch
-from hf_paged.kernels.layout import LayerKV, PlainPages, RecentRows
+from hf_paged.kernels.layout import LayerKV, Pages, PlainPages, RecentRows, ScaledPages
 from hf_paged.kernels.reference import once
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
 
@@ -60,36 +60,40 @@ def gated_activation(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def takes_rope(query: Tensor, key: Tensor, value: Tensor, rope: Rope, norm: RMSNorm | None) -> bool:
+def takes_rope(
+    query: Tensor, key: Tensor, value: Tensor, rope: Rope, q_norm: RMSNorm | None, k_norm: RMSNorm | None
+) -> bool:
     """Whether `rope_write` computes this one."""
     rows = all(x.dtype == torch.bfloat16 and x.stride()[1:] == (x.shape[2], 1) for x in (query, key, value))
-    return rows and norm is None and not rope.interleaved
+    return rows and q_norm is None and k_norm is None and not rope.interleaved
 
 
 def rope_write(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, layer: LayerKV, slot_mapping: Tensor,
     rope: Rope, derived: dict[Any, Any] | None, recent: RecentRows | None = None,
 ) -> Tensor:  # fmt: skip
-    """`reference_fused.rope_write` without norms; other pages than plain bf16 ones are written by it."""
+    """`reference_fused.rope_write` without norms; what is neither bf16 nor int8, or rotated, is written by it."""
+    transform = layer.transform
+    rotates = transform is not None and (transform.rotates_k or transform.rotates_v)
+    if recent is None and not rotates and holds(layer):
+        return _rope_write(query, key, value, cos, sin, layer, slot_mapping, rope, derived)
     tokens, kv_heads, head_dim = key.shape
-    k, v = layer.k, layer.v
-    plain = isinstance(k, PlainPages) and isinstance(v, PlainPages) and k.data.dtype == v.data.dtype == torch.bfloat16
-    if plain and layer.transform is None:
-        return _rope_write(query, key, value, cos, sin, k.tensor, v.tensor, slot_mapping, rope, derived)
     rotated = key.new_empty(tokens, kv_heads, 1, head_dim)  # pages of one token
+    pages = PlainPages(data=rotated)
     each = once(derived, "each token", lambda: torch.arange(tokens, device=key.device))
-    query = _rope_write(query, key, value[..., :0], cos, sin, rotated, rotated, each, rope, derived)
-    rest = Rope(rotary_dim=0)
+    of_one = LayerKV(k=pages, v=pages)
+    query = _rope_write(query, key, value[..., :0], cos, sin, of_one, each, rope, derived)
     return reference_fused.rope_write(
-        query, rotated[:, :, 0], value, cos, sin, layer, slot_mapping, rope=rest, derived=derived, recent=recent
-    )
+        query, rotated[:, :, 0], value, cos, sin, layer, slot_mapping, rope=Rope(rotary_dim=0), derived=derived,
+        recent=recent,
+    )  # fmt: skip
 
 
 def _rope_write(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, layer: LayerKV, slot_mapping: Tensor,
     rope: Rope, derived: dict[Any, Any] | None,
 ) -> Tensor:  # fmt: skip
-    """The rotated query; the rotated key and the value go into pages `[num_blocks, kv_heads, block_size, ...]`."""
+    """The rotated query; the rotated key and the value go into pages that the kernel writes."""
     assert slot_mapping.is_contiguous() and slot_mapping.dtype == torch.int64
     tokens, heads, head_dim = query.shape
     kv_heads, v_dim = value.shape[1:]
@@ -97,12 +101,26 @@ def _rope_write(
     key_of = ("cpu angles", rope, cos.data_ptr())  # what is kept holds `cos`, so its address names it
     c, s, _ = once(derived, key_of, lambda: (*(_angles(table, rope) for table in (cos, sin)), cos))
     out = query.new_empty(tokens, heads, head_dim)
+    k, v, transform = layer.k.tensor, layer.v.tensor, layer.transform
+    constants = (None,) * 3 if transform is None else (transform.k_offset, transform.k_factor, transform.v_offset)
+    assert all(x is None or (x.is_contiguous() and x.dtype == torch.float32) for x in constants)
     launch(
         cpu_kernels.rope_write, tokens, query.data_ptr(), key.data_ptr(), value.data_ptr(), query.stride(0),
         key.stride(0), value.stride(0), c.data_ptr(), s.data_ptr(), half, out.data_ptr(), slot_mapping.data_ptr(),
         k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), k.shape[2], tokens, heads, kv_heads, head_dim, v_dim,
+        *scales(layer.k), *scales(layer.v), *(0 if x is None else x.data_ptr() for x in constants),
     )  # fmt: skip
     return out
+
+
+def holds(layer: LayerKV) -> bool:
+    """Whether the kernels read and write a layer's pages: bf16 values, int8 codes."""
+    return all(pages.tensor.dtype in (torch.bfloat16, torch.int8) for pages in (layer.k, layer.v))
+
+
+def scales(pages: Pages) -> tuple[int, int]:
+    """Address and block stride; 0 where values are plain."""
+    return (pages.scale.data_ptr(), pages.scale.stride(0)) if isinstance(pages, ScaledPages) else (0, 0)
 
 
 def _angles(table: Tensor, rope: Rope) -> Tensor:

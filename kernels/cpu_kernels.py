@@ -2,7 +2,8 @@
 
 Each is a function of one address, of 64-bit words: how many tasks are taken, then its arguments in the order in which
 its launcher in `cpu_fused.py` or `cpu_attention.py` names them; addresses are bytes, strides elements. Its threads take
-tasks until there are none (`cpu_launch.py`), so that rows of any lengths keep all of them busy.
+tasks until there are none (`cpu_launch.py`), so that rows of any lengths keep all of them busy. The word before is how
+many threads are in a kernel that allocates: not 0 in the end if one of them failed.
 
 All of it is one file: Numba keeps what it compiled beside the file, and compiles anew when *this file* changes.
 """
@@ -24,9 +25,9 @@ COLUMNS = 16  # of a product to a task: the lanes of a vector
 _FAST = {"reassoc", "contract", "nsz", "arcp"}  # not "nnan": a row that could not be stored is NaN, and stays it
 
 
-def _kernel(body: Callable[[int], None]) -> Any:
+def _kernel(body: Callable[[int], None], fastmath: set[str] = _FAST) -> Any:
     def compiled(cache: bool) -> Any:
-        return cfunc(types.void(types.int64), fastmath=_FAST, error_model="numpy", cache=cache)(body)
+        return cfunc(types.void(types.int64), fastmath=fastmath, error_model="numpy", cache=cache)(body)
 
     try:
         return compiled(cache=True)
@@ -56,14 +57,19 @@ _bfloat16s = _arrays_of(types.uint16)  # read with `_wide`, written with `_narro
 
 
 @intrinsic
-def _next_task(typing_context: Any, address: Any) -> Any:
-    """Take a task: the first word is counted up by all threads."""
+def _add(typing_context: Any, address: Any, amount: Any) -> Any:
+    """Add to a word that all threads share; what it was before."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        counter = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+        word = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", word, args[1], "monotonic")
 
-    return types.int64(address), generate
+    return types.int64(types.int64, types.int64), generate
+
+
+@_inline
+def _next_task(address):
+    return _add(address, 1)
 
 
 @_inline
@@ -165,14 +171,53 @@ def silu_times(address):
             out[d] = _narrow(_wide(_narrow(activation)) * _wide(up[d]))
 
 
-@_kernel
-def rope_write(address):
-    words = _int64s(address, 22)
+@_inline
+def _rounded_up(x):
+    """The bits of the smallest fp16 that is not below `x` >= 0, those of NaN where there is none."""
+    if not x <= np.float32(65504):
+        return np.uint16(0x7E00)
+    if x < np.float32(2.0**-14):
+        return np.uint16(np.ceil(x * np.float32(2.0**24)))
+    return np.uint16(
+        np.uint32(np.uint32(np.float32(x).view(np.uint32) + np.uint32(0x1FFF)) >> np.uint32(13)) - np.uint32(112 << 10)
+    )
+
+
+@_inline
+def _store(row, pages_at, place, scales_at, scale_place):
+    """`row` fp32 as bf16, or where there are scales as codes of `reference.quantize_rows`."""
+    n = row.shape[0]
+    if scales_at == 0:
+        values = _bfloat16s(pages_at + 2 * place, n)
+        for d in range(n):
+            values[d] = _narrow(row[d])
+    else:
+        magnitudes, largest = row.view(np.uint32), np.uint32(0)  # of all fp32, a NaN's bits are the largest
+        for d in range(n):
+            largest = max(largest, np.uint32(magnitudes[d] & np.uint32(0x7FFFFFFF)))
+        scale = _rounded_up(np.uint32(largest).view(np.float32) / np.float32(127))
+        _bfloat16s(scales_at + 2 * scale_place, 1)[0] = scale
+        codes, divisor = _int8s(pages_at + place, n), _scale(scale) if scale != 0 else _ONE
+        if scale < 0x7C00:
+            for d in range(n):
+                codes[d] = np.int8(np.rint(row[d] / divisor))
+        else:
+            for d in range(n):
+                codes[d] = np.int8(0)
+
+
+def _rope_write(address):
+    """A task is a token: `reference_fused.rope_write` without norms and rotations, to bf16 and int8 pages."""
+    words = _int64s(address, 29)
     q_at, k_at, v_at, q_stride, k_stride, v_stride = words[1], words[2], words[3], words[4], words[5], words[6]
     cos_at, sin_at, half, out_at, slots_at = words[7], words[8], words[9], words[10], words[11]
     k_pages, v_pages, k_block, v_block, block_size = words[12], words[13], words[14], words[15], words[16]
     tokens, heads, kv_heads, head_dim, v_dim = words[17], words[18], words[19], words[20], words[21]
+    k_scales, k_scale_block, v_scales, v_scale_block = words[22], words[23], words[24], words[25]
+    offset_at, factor_at, v_offset_at = words[26], words[27], words[28]
     slots = _int64s(slots_at, tokens)
+    _add(address - 8, 1)
+    row, v_row = np.empty(head_dim, np.float32), np.empty(v_dim, np.float32)
     while True:
         token = _next_task(address)
         if token >= tokens:
@@ -180,27 +225,42 @@ def rope_write(address):
         cos, sin = _float32s(cos_at + 4 * token * half, half), _float32s(sin_at + 4 * token * half, half)
         slot = slots[token]
         block = slot // block_size
-        offset = slot - block * block_size
+        lane = slot - block * block_size
         for head in range(heads + kv_heads if slot >= 0 else heads):
-            if head < heads:
-                x = _bfloat16s(q_at + 2 * (token * q_stride + head * head_dim), head_dim)
-                out = _bfloat16s(out_at + 2 * (token * heads + head) * head_dim, head_dim)
-            else:
-                x = _bfloat16s(k_at + 2 * (token * k_stride + (head - heads) * head_dim), head_dim)
-                place = (head - heads) * block_size + offset
-                out = _bfloat16s(k_pages + 2 * (block * k_block + place * head_dim), head_dim)
+            of_query = head < heads
+            kv_head = head // (heads // kv_heads) if of_query else head - heads
+            x_at = q_at + 2 * (token * q_stride + head * head_dim)
+            x = _bfloat16s(x_at if of_query else k_at + 2 * (token * k_stride + kv_head * head_dim), head_dim)
             for d in range(half):
                 a, b = _wide(x[d]), _wide(x[half + d])
-                out[d] = _narrow(a * cos[d] - b * sin[d])
-                out[half + d] = _narrow(b * cos[d] + a * sin[d])
+                row[d] = _wide(_narrow(a * cos[d] - b * sin[d]))
+                row[half + d] = _wide(_narrow(b * cos[d] + a * sin[d]))
             for d in range(2 * half, head_dim):
-                out[d] = x[d]
-        if slot >= 0:
-            for head in range(kv_heads):
-                x = _bfloat16s(v_at + 2 * (token * v_stride + head * v_dim), v_dim)
-                out = _bfloat16s(v_pages + 2 * (block * v_block + (head * block_size + offset) * v_dim), v_dim)
+                row[d] = _wide(x[d])
+            if factor_at != 0:
+                at = 4 * kv_head * head_dim
+                factor, offset = _float32s(factor_at + at, head_dim), _float32s(offset_at + at, head_dim)
+                for d in range(head_dim):
+                    row[d] = row[d] * factor[d] if of_query else (row[d] - offset[d]) / factor[d]
+            if of_query:
+                _store(row, out_at, (token * heads + head) * head_dim, 0, 0)
+            else:
+                place = kv_head * block_size + lane
+                _store(row, k_pages, block * k_block + place * head_dim, k_scales, block * k_scale_block + place)
+        for head in range(kv_heads if slot >= 0 else 0):
+            x = _bfloat16s(v_at + 2 * (token * v_stride + head * v_dim), v_dim)
+            for d in range(v_dim):
+                v_row[d] = _wide(x[d])
+            if v_offset_at != 0:
+                offset = _float32s(v_offset_at + 4 * head * v_dim, v_dim)
                 for d in range(v_dim):
-                    out[d] = x[d]
+                    v_row[d] -= offset[d]
+            place = head * block_size + lane
+            _store(v_row, v_pages, block * v_block + place * v_dim, v_scales, block * v_scale_block + place)
+    _add(address - 8, -1)
+
+
+rope_write = _kernel(_rope_write, _FAST - {"arcp"})  # codes are those of a division
 
 
 @_inline
@@ -266,6 +326,7 @@ def decode_attention(address):
     block_size, window, scale = words[17], words[18], _float(words[19])
     k_scales, k_scale_block, v_scales, v_scale_block = words[20], words[21], words[22], words[23]
     seq_lens = _int32s(lens_at, num_seqs)
+    _add(address - 8, 1)
     q, total = np.empty((group, head_dim), np.float32), np.empty((group, v_dim), np.float32)
     while True:
         task = _next_task(address)
@@ -306,6 +367,7 @@ def decode_attention(address):
         for g in range(group):
             for d in range(v_dim):
                 out[g, d] = _narrow(total[g, d])
+    _add(address - 8, -1)
 
 
 def _accumulate(rows: int) -> Any:
@@ -357,6 +419,7 @@ def linear(address):
     x_at, x_stride, w_at, bias_at, out_at = words[1], words[2], words[3], words[4], words[5]
     num_rows, n, k, at_once, pieces = words[6], words[7], words[8], words[9], words[10]
     groups = (num_rows + at_once - 1) // at_once
+    _add(address - 8, 1)
     x, total = np.zeros((groups, k, at_once), np.float32), np.empty((at_once, COLUMNS), np.float32)
     for row in range(num_rows):
         values = _bfloat16s(x_at + 2 * row * x_stride, k)
@@ -386,3 +449,4 @@ def linear(address):
                             total[row - group * at_once, d] += _wide(bias[d])
                     for d in range(width):
                         out[d] = _narrow(total[row - group * at_once, d])
+    _add(address - 8, -1)

@@ -12,6 +12,8 @@ import importlib.util
 import logging
 import struct
 import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,14 +62,41 @@ def on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and has_kernels(x.dtype)
 
 
+_recorded: ContextVar[list[Callable[[], Any]] | None] = ContextVar("recorded", default=None)
+
+
+@contextlib.contextmanager
+def recorded_to(steps: list[Callable[[], Any]]) -> Iterator[None]:
+    """Append every launch of this thread to `steps`: called again, each is the same launch."""
+    token = _recorded.set(steps)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+
+
 def launch(kernel: Any, tasks: int, *arguments: int) -> None:
-    """Run a kernel of `cpu_kernels.py` on as many threads as torch uses, and at most one for a task."""
-    words = (ctypes.c_int64 * (len(arguments) + 1))(0, *arguments)
+    """Run a kernel of `cpu_kernels.py` on as many threads as torch uses, and at most one for a task.
+
+    Raises:
+        MemoryError: a thread found none.
+    """
+    words = (ctypes.c_int64 * (len(arguments) + 2))(0, 0, *arguments)
+    _run(kernel, tasks, words)
+    if (steps := _recorded.get()) is not None:
+        steps.append(lambda: _run(kernel, tasks, words))
+
+
+def _run(kernel: Any, tasks: int, words: Any) -> None:
+    words[0] = words[1] = 0
     threads = min(torch.get_num_threads(), tasks)
+    address = ctypes.addressof(words) + 8
     if threads > 1:
-        _openmp().GOMP_parallel(kernel.address, ctypes.addressof(words), threads, 0)
-    else:
-        kernel.ctypes(ctypes.addressof(words))
+        _openmp().GOMP_parallel(kernel.address, address, threads, 0)
+    elif threads:
+        kernel.ctypes(address)
+    if words[0]:  # what is raised in a kernel does not get out of it
+        raise MemoryError(f"the CPU kernel {kernel.__name__} ran out of memory")
 
 
 def bits(x: float) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_paged.kernels import cpu_linear, reference_fused
+from hf_paged.kernels import cpu_linear, reference_fused, sample_reference
 from hf_paged.kernels.cpu_launch import on_cpu
 from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.kernels.layout import LayerKV, RecentRows
@@ -108,7 +108,7 @@ def rope_write(
     if on_cpu(query):
         from hf_paged.kernels import cpu_fused
 
-        if cpu_fused.takes_rope(query, key, value, rope, q_norm):
+        if cpu_fused.takes_rope(query, key, value, rope, q_norm, k_norm):
             return cpu_fused.rope_write(query, key, value, cos, sin, layer, slot_mapping, rope, derived, recent)
     if not query.is_cuda:
         return reference_fused.rope_write(
@@ -143,9 +143,9 @@ def input_tokens(input_ids: Tensor, token_rows: Tensor, last_token: Tensor) -> T
 
 
 def likeliest_tokens(logits: Tensor, rows: Tensor, last_token: Tensor) -> Tensor:
-    """The argmax `[n]` int64 of logits `[n, V]`, the lowest id on a tie; also written to `last_token[rows]`."""
+    """`sample_reference.likeliest` of logits `[n, V]`; also written to `last_token[rows]`."""
     if not logits.is_cuda:
-        likeliest = logits.argmax(-1)
+        likeliest = sample_reference.likeliest(logits)
         last_token[rows] = likeliest
         return likeliest
     from hf_paged.kernels.step_tokens import likeliest_tokens as launch

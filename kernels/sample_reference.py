@@ -43,6 +43,13 @@ class RowSampling:
         return RowSampling(**{name: column[rows] for name, column in vars(self).items()})
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The likeliest tokens `[n]` int64 of logits `[n, V]`, the lowest id on a tie. NaN counts as -inf."""
+    logits = torch.nan_to_num(logits, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    # on a CPU `max` is 4 times as fast as `argmax` on 16-bit rows
+    return logits.argmax(-1) if logits.is_cuda else logits.max(-1).indices
+
+
 def distances(logits: Tensor, temperature: Tensor) -> Tensor:
     """Distances `[n, V]` fp32, at least 0, of logits `[n, V]`; temperature `[n]`, where 0 counts as 1."""
     logits = torch.nan_to_num(logits.float(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
-from tiny_engine import run, tiny_llama
+from tiny_engine import GREEDY, llm, prompts, run, tiny_llama, tiny_mistral, tokens
+from transformers import PreTrainedModel
 
+from hf_paged.cuda_graph import StepBucket
 from hf_paged.kernels import cpu_launch
+from hf_paged.request import Request, ScheduledRequest
+
+needs_numba = pytest.mark.skipif(not cpu_launch.has_kernels(torch.bfloat16), reason="needs Numba and libgomp")
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
@@ -38,6 +44,73 @@ def test_a_numba_that_does_not_work_here_is_said_and_not_used(
         cpu_launch._available.cache_clear()
     if sys.platform == "linux":
         assert "Numba does not work here" in caplog.text
+
+
+@needs_numba
+@pytest.mark.parametrize("make", [tiny_llama, tiny_mistral])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "k=int8,v=auto"])
+def test_recorded_steps_give_the_logits_of_others_to_the_bit(
+    make: type[PreTrainedModel], kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts come in while others decode, rows end one by one, sequences outgrow the bound of a recorded step."""
+    torch.manual_seed(0)
+    model = make().bfloat16()
+    monkeypatch.setattr("hf_paged.cuda_graph._SMALLEST_LENGTH", 64)
+    params = [replace(GREEDY, max_tokens=20 - 3 * i, logprobs=2) for i in range(6)]
+
+    def outputs(**options: object) -> tuple[list[object], int]:
+        engine = llm(model, kv_cache_dtype=kv_cache_dtype, max_num_batched_tokens=48, **options)
+        found = engine.generate(prompts(), params, use_tqdm=False)
+        graphs = engine.engine.runner.graphs
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in found], graphs.num_captured if graphs else 0
+
+    recorded, captured = outputs()
+    expected, none = outputs(cuda_graphs=False)
+    assert recorded == expected
+    assert captured > 3 and none == 0
+
+
+@needs_numba
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int4"])
+def test_what_cannot_be_recorded_runs_as_it_did(kv_cache_dtype: str) -> None:
+    torch.manual_seed(0)
+    model = tiny_llama().bfloat16()
+    options = {"kv_cache_dtype": kv_cache_dtype, "kv_scales": "off"}
+    assert run(model, **options) == run(model, **options, cuda_graphs=False)
+
+
+@needs_numba
+@pytest.mark.parametrize("name", ["self_attn.o_proj.weight", "input_layernorm.weight"])
+def test_recorded_steps_follow_weights_that_are_written(name: str) -> None:
+    """The one is copied into the order in which a step reads it, the other is read where it lies."""
+    torch.manual_seed(0)
+    model = tiny_llama().bfloat16()
+    engine = llm(model)
+    before = tokens(engine.generate(prompts(), GREEDY, use_tqdm=False))
+    with torch.no_grad():
+        model.model.layers[1].get_parameter(name).mul_(-1)
+    after = tokens(engine.generate(prompts(), GREEDY, use_tqdm=False))
+    assert after == run(model, cuda_graphs=False) != before
+
+
+@needs_numba
+def test_hooks_are_called_in_every_step() -> None:
+    model = tiny_llama().bfloat16()
+    calls: list[int] = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    engine = llm(model)
+    calls.clear()
+    engine.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    assert len(calls) == GREEDY.max_tokens
+
+
+@pytest.mark.parametrize(("rows", "padded"), [(1, 1), (2, 4), (9, 16), (16, 16), (17, 32), (80, 80), (81, None)])
+def test_rows_are_padded_on_a_cpu_where_that_is_free(rows: int, padded: int | None) -> None:
+    requests = [Request(f"{i}", [1, 2, 3], GREEDY) for i in range(rows)]
+    scheduled = [ScheduledRequest(request, 1, 2, True) for request in requests]
+    bucket = StepBucket.on_cpu(scheduled, max_num_seqs=256, max_model_len=512)
+    assert (bucket and bucket.num_decodes) == padded
+    assert StepBucket.on_cpu([ScheduledRequest(requests[0], 2, 0, True)], max_num_seqs=256, max_model_len=512) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
