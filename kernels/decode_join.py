@@ -21,7 +21,7 @@ def join_kernel(
     HEADS: tl.constexpr,  # of a program: GROUP or 1
     H_BLOCK: tl.constexpr, V_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a program
-    TILE: tl.constexpr, LEAST: tl.constexpr, BUSY: tl.constexpr, STEP: tl.constexpr,
+    TILE: tl.constexpr, LEAST: tl.constexpr, STEP: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Heads of one KV head of one sequence: join their partial results, if there are any; zeros for an empty one."""
@@ -31,7 +31,7 @@ def join_kernel(
     seq = tl.program_id(1)
     heads = tl.num_programs(0) * HEADS
     tiles, first, last = programs_of(
-        seq, first_head // GROUP, seq_lens_ptr, num_seqs, heads // GROUP, window, held, WINDOW, TILE, LEAST, BUSY
+        seq, first_head // GROUP, seq_lens_ptr, num_seqs, heads // GROUP, window, held, WINDOW, TILE, LEAST
     )
     if OVERLAP:  # every program, whatever it has to do: what follows this kernel follows the other one too
         gdc_wait()
@@ -57,12 +57,12 @@ def join_kernel(
 @triton.jit
 def programs_of(
     seq, kv_head, seq_lens_ptr, num_seqs, kv_heads, window, held,
-    WINDOW: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, BUSY: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Tiles of one KV head of a sequence, and the first and the last program that have some of them."""
     n = tl.arange(0, SCAN)
     total, _living, parts, _each, programs = survey(
-        n, seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW, TILE, LEAST, BUSY
+        n, seq_lens_ptr, num_seqs, kv_heads, window, held, WINDOW, TILE, LEAST
     )
     _, _, tiles = visible_tiles(tl.load(seq_lens_ptr + seq), window, WINDOW, TILE)
     if parts > 0:

@@ -41,7 +41,7 @@ def survey(
     """Tiles of all sequences (of one head), how many have any, how their heads are cut, and programs that get a share.
 
     Into how many parts, and how many heads a program takes (one of the two is 1), for sequences of about one length:
-    within a sixteenth of each other, none is missing in between, and five of eight programs get something. Else 0, 1.
+    within a sixteenth of each other, none is missing in between, and seven of eight programs get something. Else 0, 1.
     """
     total = num_seqs * 0
     longest = total
@@ -61,7 +61,7 @@ def survey(
     parts = tl.maximum(tl.minimum(programs // heads, shortest), 1)
     each = tl.cdiv(heads, programs)
     alike = (living > 0) & (last == living) & ((longest - shortest) * 16 <= longest)
-    alike = alike & (heads * parts * 8 >= programs * each * 5)
+    alike = alike & (heads * parts * 8 >= programs * each * 7)
     programs = tl.where(alike, tl.cdiv(heads * parts, each), programs)
     return total, living, tl.where(alike, parts, 0), tl.where(alike, each, 1), programs
 
