@@ -113,8 +113,19 @@ def _read_awq_gemv(name: str, layout: Layout, tensors: Mapping[str, Tensor], mas
         tensors["qweight"], lambda rows: packing.unpack_words(rows, 4, layout.in_features), _codes(tensors, layout)
     )
     zeros = packing.unpack_words(tensors["qzeros"], 4, layout.groups).t().contiguous()
-    scales = tensors["scales"][:, : layout.groups].t().contiguous()
+    scales = _without_padding(f"{name}.scales", tensors["scales"].t(), layout)
     return _weight(layout, codes, scales, _none_if_symmetric(zeros, 4), None)
+
+
+def _without_padding(name: str, scales: Tensor, layout: Layout) -> Tensor:
+    """`[8 W, N]` -> `[G, N]`. The shape does not tell the group size, but padding is zeros and no group's scales are."""
+    filled = int(scales.ne(0).any(1).sum())
+    if filled != layout.groups and filled > 0:
+        raise ValueError(
+            f"tensor {name}: expected scales of {layout.groups} groups of {layout.group_size}, as quantization_config "
+            f"says, found {filled} groups"
+        )
+    return scales[: layout.groups].contiguous()
 
 
 def _write_awq_gemv(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -128,7 +139,7 @@ def _write_awq_gemv(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor
 def _read_interleaved(name: str, layout: Layout, tensors: Mapping[str, Tensor], mask_zeros: bool) -> QuantizedWeight:
     codes = packing.unpack_interleaved(tensors["qweight"])
     suffix = layout.zeros_name
-    scales = tensors["scales"][: layout.groups].contiguous()
+    scales = _without_padding(f"{name}.scales", tensors["scales"], layout)
     check_finite(f"{name}.scales", scales)
     scaled = tensors[suffix][: layout.groups].float()
     zeros = torch.round(torch.where(scales == 0, 0.0, -scaled / scales.float()))

@@ -103,6 +103,17 @@ def test_damage_that_leaves_the_shapes_right_is_named(
     assert "(1 problem)" in str(raised.value), str(raised.value)  # what follows from it is not told
 
 
+@pytest.mark.parametrize("kind", ["awq_gemv", "awq_gemv_fast", "llm_awq"])
+def test_a_group_size_that_padding_hides_is_told_by_the_scales(kind: str, tmp_path: Path) -> None:
+    """Groups of 16 and of 32 are padded to tensors of one shape where there are few."""
+    write_model(tiny_model("llama", intermediate_size=128), tmp_path, Cell(kind=kind))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 16
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"up_proj.scales: expected scales of 4 groups of 16, .* found 2 groups"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_fp8_weights_are_looked_at_wherever_they_lie(place: str, tmp_path: Path) -> None:
     write_fp8_model(tiny_model("llama"), tmp_path, "channel")
