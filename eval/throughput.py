@@ -81,8 +81,8 @@ def measure_throughput(
     tell: Callable[[str], object] = lambda doing: None,
 ) -> Iterator[Result]:
     """Measure an engine of `make_llm` and each of `baselines`: "paged-generate" (`generate` with our cache, all prompts
-    in one call), "dense" (`generate`), "native" (`generate_batch`, two systems: with a bounded pool, and tuned) or
-    "native-as-called" (with nothing set).
+    in one call), "dense" (`generate`), "native" (`generate_batch`, two systems: with a bounded pool, and tuned),
+    "native-tuned" or "native-as-called" (with nothing set).
 
     Ours warms up on the whole work, or on shorter outputs where that is long, a baseline on its first requests.
 
@@ -237,10 +237,10 @@ def _natives(llm: LLM, workload: Workload, baseline: str) -> list[_System]:
     step = 512 if llm.model.device.type == "cpu" else 8192  # its default
     bounded = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=8192)
     tuned = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=step, allow_block_sharing=False)
-    return [
-        _native(llm, workload, "native, bounded", bounded),
-        _native(llm, workload, "native, tuned", tuned),
-    ]
+    systems = [_native(llm, workload, "native, tuned", tuned)]
+    if baseline == "native":
+        systems.insert(0, _native(llm, workload, "native, bounded", bounded))
+    return systems
 
 
 def _native(llm: LLM, workload: Workload, name: str, batching: ContinuousBatchingConfig | None) -> _System:

@@ -49,6 +49,7 @@ class Baseline(str, Enum):
     paged_generate = "paged-generate"
     dense = "dense"
     native = "native"
+    native_tuned = "native-tuned"
     native_as_called = "native-as-called"
 
 
@@ -63,7 +64,7 @@ def throughput(
         list[Baseline] | None,
         typer.Option(
             help="Also generate with our cache, dense generate, native generate_batch with a bounded pool and tuned, "
-            "or that with nothing set, which takes most of the memory; may be repeated."
+            "tuned alone, or with nothing set, which takes most of the memory; may be repeated."
         ),
     ] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Also at temperature 0.8 and top-p 0.95.")] = False,

@@ -26,18 +26,20 @@ def test_a_row_of_the_native_path_has_set_what_its_name_says(monkeypatch: pytest
 
     monkeypatch.setattr(model, "generate_batch", generate_batch, raising=False)
     llm, machine = make_llm(model, [work], {}), Machine(name="any", bytes_per_s=1e9, flops_per_s=1e9)
-    names = ["native-as-called", "native"]
+    names = ["native-as-called", "native", "native-tuned"]
     results = list(measure_throughput(llm, work, machine, baselines=names, repeats=1))
     assert [result.system for result in results] == [
         "hf_paged",
         "native, as called",
         "native, bounded",
         "native, tuned",
+        "native, tuned",
     ]
-    as_called, bounded, tuned = configs[-3:]
+    as_called, bounded, tuned, again = configs[-4:]
     assert as_called is None
     assert (bounded.num_blocks, bounded.max_batch_tokens, bounded.allow_block_sharing) == (3 + 8, 8192, True)
     assert (tuned.num_blocks, tuned.max_batch_tokens, tuned.allow_block_sharing) == (3 + 8, 512, False)
+    assert again == tuned
 
 
 def test_a_long_measurement_says_what_it_is_at() -> None:
