@@ -17,6 +17,7 @@ from hf_paged.kernels.fp8_linear import fp8_linear
 from hf_paged.kernels.packed_linear import expert_rows_linear, lock_count, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, field_bits, packed_shape
 from hf_paged.quant import formats
+from hf_paged.quant.fixed_dtypes import FixedDtypes
 from hf_paged.quant.fp8 import Fp8Layout, check_fp8, fp8_weight
 from hf_paged.quant.header import torch_dtype
 from hf_paged.quant.layout import Layout
@@ -27,7 +28,7 @@ PROJECTIONS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))  # gat
 _MAX_EXPERT_ROWS = 256  # token-expert pairs up to which one launch per row beats expert by expert
 
 
-class PackedStack(nn.Module):
+class PackedStack(FixedDtypes):
     """One projection of all experts, packed. All experts share layout and shape; each has its own channel order."""
 
     zeros: Tensor | None
@@ -89,7 +90,7 @@ class PackedStack(nn.Module):
         return expert_rows_linear(x, self.weight(), expert_ids, top_k)
 
 
-class Fp8Stack(nn.Module):
+class Fp8Stack(FixedDtypes):
     """One projection of all experts in FP8."""
 
     weight: Tensor

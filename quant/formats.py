@@ -118,7 +118,7 @@ def _read_awq_gemv(name: str, layout: Layout, tensors: Mapping[str, Tensor], mas
 
 
 def _without_padding(name: str, scales: Tensor, layout: Layout) -> Tensor:
-    """`[8 W, N]` -> `[G, N]`. The shape does not tell the group size, but padding is zeros and no group's scales are."""
+    """`[8 W, N]` -> `[G, N]`. Shapes do not tell the group size, but padding is zeros, and no group's scales are."""
     filled = int(scales.ne(0).any(1).sum())
     if filled != layout.groups and filled > 0:
         raise ValueError(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hf_paged.kernels.fp8_linear import Fp8Weight, fp8_linear
 from hf_paged.kernels.packed_linear import lock_count
 from hf_paged.quant.damage import is_constant
+from hf_paged.quant.fixed_dtypes import FixedDtypes
 from hf_paged.quant.header import torch_dtype
 from hf_paged.quant.layout import FLOATS, TensorSpec
 
@@ -93,7 +94,7 @@ def identify_fp8(
     )
 
 
-class Fp8Linear(nn.Module):
+class Fp8Linear(FixedDtypes):
     """y = x W^T + b from e4m3 weights. Parameters carry the names and shapes of the file. It does not train."""
 
     weight: Tensor

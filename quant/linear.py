@@ -19,6 +19,7 @@ from hf_paged.kernels.cpu_linear import cpu_linear
 from hf_paged.kernels.packed_linear import lock_count, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, dequantize_reference, field_bits, packed_shape
 from hf_paged.quant import formats
+from hf_paged.quant.fixed_dtypes import FixedDtypes
 from hf_paged.quant.layout import Layout
 from hf_paged.quant.pack import pack, unpack
 from hf_paged.quant.weight import QuantizedWeight
@@ -44,7 +45,7 @@ class CPUWeights:
         return CPUWeights, ()
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(FixedDtypes):
     """y = x W^T + b with W packed. Built empty (on any device) from a file's layout, filled by `load`."""
 
     perm: Tensor | None

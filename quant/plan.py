@@ -175,7 +175,7 @@ class Planner:
     def _plan_linear(self, name: str, found: dict[str, TensorSpec]) -> None:
         module = self.modules.get(name)
         if module is None:
-            if self._ignored(f"{name}.weight"):
+            if self._ignored(f"{name}.weight") or self._belongs_to_a_head(name, found):
                 self.plan.unused += [f"{name}.{suffix}" for suffix in found]
                 return
             suffix, spec = next(iter(found.items()))
@@ -196,6 +196,12 @@ class Planner:
         if bias is None and getattr(module, "bias", None) is not None:
             raise ValueError(f"tensor {name}.bias is missing: expected [{shape[1]}]")
         self.plan.linears[name] = LinearPlan(layout=layout, bias=keep)
+
+    def _belongs_to_a_head(self, name: str, found: Mapping[str, TensorSpec]) -> bool:
+        """Whether the model is the base of the one in the file (`AutoModel`), and the module is what lies on it."""
+        prefix = f"{self.model.base_model_prefix}."
+        based = any(key.startswith(prefix) for key in self.header.specs)
+        return self.model.base_model is self.model and based and not self._label_name(name, found).startswith(prefix)
 
     def _plan_activation(self, name: str, spec: TensorSpec) -> None:
         siblings = self.modules[name.rpartition(".")[0]].children()

@@ -24,7 +24,7 @@ from quant_files import (
     write_model,
 )
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from hf_paged.info import checkpoint_bytes
 from hf_paged.model_view import ModelFingerprint, build_view
@@ -209,6 +209,25 @@ def test_a_loaded_model_can_be_copied_moved_and_restored(tmp_path: Path) -> None
     fresh.load_state_dict(loaded.state_dict())
     assert logit_error(fresh.to("cpu"), truth) < EXACT
     assert all(not value.requires_grad for name, value in loaded.named_parameters() if "proj" in name)
+
+
+def test_a_cast_of_the_model_leaves_scales_and_codes_as_they_are(tmp_path: Path) -> None:
+    """Scales rounded to bf16 are others, FP8 codes in bf16 are none; Transformers refuses `.half()`, not this."""
+    write_model(tiny_model("llama"), tmp_path / "packed", GPTQ)
+    write_fp8_model(tiny_model("llama"), tmp_path / "fp8", "channel")
+    for folder in ("packed", "fp8"):
+        model, truth = load(tmp_path / folder).bfloat16(), load(tmp_path / folder, dtype=torch.bfloat16)
+        for name, value in truth.state_dict().items():
+            assert model.state_dict()[name].dtype == value.dtype, name
+        x = torch.randn(5, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(model.model.layers[1].mlp.up_proj(x), truth.model.layers[1].mlp.up_proj(x))
+
+
+def test_the_base_of_a_model_loads_without_its_quantized_head(tmp_path: Path) -> None:
+    truth = write_model(tiny_model("llama"), tmp_path, GPTQ, head=True)
+    with torch.no_grad():
+        expected, found = (m(INPUT).last_hidden_state for m in (truth.model, AutoModel.from_pretrained(tmp_path)))
+    assert torch.allclose(found, expected, atol=1e-4)
 
 
 def test_the_forward_is_one_graph_for_the_compiler(tmp_path: Path) -> None:
