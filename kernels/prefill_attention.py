@@ -18,13 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_paged.kernels import prefill_workspace
-from hf_paged.kernels.decode_attention import base2_scale, channel_block, dot_dtype, scale_of
+from hf_paged.kernels.decode_attention import base2_scale, dot_dtype, page_constants, scale_of
 from hf_paged.kernels.group_tile import group_tile
-from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, PlainPages, RecentRows
+from hf_paged.kernels.layout import AttentionMetadata, LayerKV, PlainPages, RecentRows
 from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.prefill_config import PrefillConfig, choose_config
 from hf_paged.kernels.prefill_recent import own_block_tiles
-from hf_paged.kernels.tiles import normalise_rows, softmax_step
+from hf_paged.kernels.tiles import add_sinks, normalise_rows, softmax_step
 
 
 @triton.jit
@@ -45,114 +45,101 @@ def _find_sequence(cu_seqlens_ptr, first_seq, num_seqs, tile, QUERIES: tl.conste
 
 
 @triton.jit
+def _query_tile(cu_seqlens_ptr, seq_lens_ptr, first_seq, num_seqs, tile, QUERIES: tl.constexpr):
+    """Of query tile `tile`: its sequence, first query in that, the sequence's first row and queries, and its keys."""
+    seq, q_tile = _find_sequence(cu_seqlens_ptr, first_seq, num_seqs, tile, QUERIES)
+    q_begin = tl.load(cu_seqlens_ptr + first_seq + seq)
+    q_len = tl.load(cu_seqlens_ptr + first_seq + seq + 1) - q_begin
+    return seq, q_tile * QUERIES, q_begin, q_len, tl.load(seq_lens_ptr + first_seq + seq)
+
+
+@triton.jit
+def _bounds(first_position, last_position, window, TILE: tl.constexpr, WINDOW: tl.constexpr, RECENT: tl.constexpr):
+    """Of queries from one position to another: the first key that any sees, where the own blocks of those whose own
+    keys come from elsewhere begin, and key tiles: first and last one that all see, last one that any sees, each + 1."""
+    first_end = first_position + 1  # keys that the first query sees here, and the last one
+    last_end = last_position + 1
+    if RECENT:  # the rest is the step's own
+        first_end = first_position // RECENT * RECENT
+        last_end = last_position // RECENT * RECENT
+    first_key = 0
+    open_begin = 0
+    if WINDOW:
+        first_key = tl.maximum(first_position - window + 1, 0)
+        # the first tile that lies inside the window of the last query, hence of all
+        open_begin = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE)
+    end = tl.cdiv(last_end, TILE)
+    open_end = tl.maximum(first_end // TILE, open_begin)  # tiles before it precede every query
+    return first_key, first_end, tl.minimum(open_begin, end), tl.minimum(open_end, end), end
+
+
+@triton.jit
 def _key_tiles(
-    begin,
-    end,
-    acc,
-    total,
-    top,
-    v_unit,
-    q,
-    q_unit,
+    begin, end, acc, total, top, v_unit, q, q_unit,
     position,  # [ROWS] of the last keys that the queries see
     first_key,  # first key that any of them sees; blocks before it may be freed
-    seq_len,
-    window,
-    softcap,
-    table_ptr,
-    k_ptr,
-    k_scale_ptr,
-    v_ptr,
-    v_scale_ptr,
-    k_stride,
-    k_scale_stride,
-    v_stride,
-    v_scale_stride,
-    kv_head,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WORKSPACE: tl.constexpr,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    K_SCALED: tl.constexpr,
-    V_SCALED: tl.constexpr,
-    K_INT4: tl.constexpr,
-    V_INT4: tl.constexpr,
-    K_DOT: tl.constexpr,
-    V_DOT: tl.constexpr,
-    BYTE_PERMUTE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    seq_len, window, softcap, table_ptr,
+    k_pages,  # pages, scales, and their strides; as v_pages
+    v_pages, kv_head,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WORKSPACE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
+    K_INT4: tl.constexpr, V_INT4: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
+    BYTE_PERMUTE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Attend to the key tiles `[begin, end)`."""
-    n = tl.arange(0, TILE)
-    dk = tl.arange(0, K_BLOCK)
-    dv = tl.arange(0, V_BLOCK)
     for tile in tl.range(begin, end, num_stages=STAGES):
-        key = tile * TILE + n
+        key = tile * TILE + tl.arange(0, TILE)
         live = (key >= first_key) & (key < seq_len)
-        if WORKSPACE:
-            k_tile = k_ptr + (key * K_DIM)[:, None] + dk[None, :]
-            v_tile = v_ptr + (key * V_DIM)[:, None] + dv[None, :]
-            k_scales = k_scale_ptr
-            v_scales = v_scale_ptr
-        else:
+        block = key
+        row = key
+        if not WORKSPACE:
             if MASKED:
                 block = tl.load(table_ptr + key // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
             else:
                 block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
-            row_in_block = kv_head * BLOCK_SIZE + key % BLOCK_SIZE
-            k_tile = k_ptr + (block * k_stride + row_in_block * K_DIM)[:, None] + dk[None, :]
-            v_tile = v_ptr + (block * v_stride + row_in_block * V_DIM)[:, None] + dv[None, :]
-            k_scales = k_scale_ptr + block * k_scale_stride + row_in_block
-            v_scales = v_scale_ptr + block * v_scale_stride + row_in_block
+            row = kv_head * BLOCK_SIZE + key % BLOCK_SIZE
+        k, k_scale = _load(k_pages, block, row, live, WORKSPACE, MASKED, K_DIM, K_BLOCK, K_SCALED, K_INT4, K_DOT)
+        v, v_scale = _load(v_pages, block, row, live, WORKSPACE, MASKED, V_DIM, V_BLOCK, V_SCALED, V_INT4, V_DOT)
+        keep = None
         if MASKED:
-            if not K_INT4:
-                k = tl.load(k_tile, mask=live[:, None] & (dk < K_DIM)[None, :], other=0.0)
-            if not V_INT4:
-                v = tl.load(v_tile, mask=live[:, None] & (dv < V_DIM)[None, :], other=0.0)
             keep = key[None, :] <= position[:, None]
             if WINDOW:
                 keep &= key[None, :] > position[:, None] - window
-        else:
-            keep = None
-            if K_BLOCK == K_DIM and not K_INT4:
-                k = tl.load(k_tile)
-            elif not K_INT4:
-                k = tl.load(k_tile, mask=(dk < K_DIM)[None, :], other=0.0)
-            if V_BLOCK == V_DIM and not V_INT4:
-                v = tl.load(v_tile)
-            elif not V_INT4:
-                v = tl.load(v_tile, mask=(dv < V_DIM)[None, :], other=0.0)
-        k_scale = tl.zeros([TILE], tl.float32)
-        v_scale = tl.zeros([TILE], tl.float32)
-        if K_INT4:
-            k, k_scale = group_tile(
-                k_ptr, k_scale_ptr, block, row_in_block, k_stride, k_scale_stride, dk, live, K_DIM, K_DOT
-            )
-        elif K_SCALED:
-            if MASKED:
-                k_scale = tl.load(k_scales, mask=live, other=0.0).to(tl.float32)
-            else:
-                k_scale = tl.load(k_scales).to(tl.float32)
-        if V_INT4:
-            v, v_scale = group_tile(
-                v_ptr, v_scale_ptr, block, row_in_block, v_stride, v_scale_stride, dv, live, V_DIM, V_DOT
-            )
-        elif V_SCALED:
-            if MASKED:
-                v_scale = tl.load(v_scales, mask=live, other=0.0).to(tl.float32)
-            else:
-                v_scale = tl.load(v_scales).to(tl.float32)
         acc, total, top, v_unit = softmax_step(
             acc, total, top, v_unit, q, q_unit, k, k_scale, v, v_scale, keep, softcap,
             MASKED, SOFTCAP, K_SCALED, V_SCALED, K_DOT, V_DOT, BYTE_PERMUTE,
         )  # fmt: skip
     return acc, total, top, v_unit
+
+
+@triton.jit
+def _load(
+    pages, block, row, live, WORKSPACE: tl.constexpr, MASKED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, INT4: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Rows `[TILE, BLOCK]` of blocks, or of the one that a workspace has, and their scales; where MASKED, live ones."""
+    ptr, scale_ptr, stride, scale_stride = pages
+    d = tl.arange(0, BLOCK)
+    scale = tl.zeros(row.shape, tl.float32)
+    if INT4:
+        values, scale = group_tile(ptr, scale_ptr, block, row, stride, scale_stride, d, live, DIM, DOT)
+    else:
+        at = row * DIM
+        if not WORKSPACE:
+            at += block * stride
+        pointers = ptr + at[:, None] + d[None, :]
+        if MASKED:
+            values = tl.load(pointers, mask=live[:, None] & (d < DIM)[None, :], other=0.0)
+        elif BLOCK == DIM:
+            values = tl.load(pointers)
+        else:
+            values = tl.load(pointers, mask=(d < DIM)[None, :], other=0.0)
+        if SCALED and MASKED:
+            scale = tl.load(scale_ptr + block * scale_stride + row, mask=live, other=0.0).to(tl.float32)
+        elif SCALED:
+            scale = tl.load(scale_ptr + block * scale_stride + row).to(tl.float32)
+    return values, scale
 
 
 # these vary: no kernel per value
@@ -170,128 +157,75 @@ def _prefill(
     sinks_ptr,  # [heads], or [T, heads] where SINKS is 2
     own_k_ptr,  # [T, kv_heads, K_DIM], of the step's own tokens, where RECENT
     own_v_ptr,  # [T, kv_heads, V_DIM]
-    first_seq,
-    num_seqs,
-    q_stride_t,
-    q_stride_h,
-    out_stride_t,
-    out_stride_h,
-    k_stride,
-    k_scale_stride,
-    v_stride,
-    v_scale_stride,
-    own_k_stride,
-    own_v_stride,
-    tables_stride,
+    first_seq, num_seqs, q_stride_t, q_stride_h, out_stride_t, out_stride_h, k_stride, k_scale_stride, v_stride,
+    v_scale_stride, own_k_stride, own_v_stride, tables_stride,
     tokens,  # of a block, where WORKSPACE
     scale,  # softmax scale; times log2 e without SOFTCAP, times 2 log2 e / softcap with it
     softcap,  # softcap * log2 e
     window,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WORKSPACE: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, QUERIES: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORKSPACE: tl.constexpr,
     RECENT: tl.constexpr,  # tokens of a block, 0: codes only
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    K_SCALED: tl.constexpr,
-    V_SCALED: tl.constexpr,
-    K_INT4: tl.constexpr,
-    V_INT4: tl.constexpr,
-    K_DOT: tl.constexpr,
-    V_DOT: tl.constexpr,
-    OWN_DOT: tl.constexpr,
-    BYTE_PERMUTE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, K_SCALED: tl.constexpr,
+    V_SCALED: tl.constexpr, K_INT4: tl.constexpr, V_INT4: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
+    OWN_DOT: tl.constexpr, BYTE_PERMUTE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     kv_head = tl.program_id(0)
-    seq, q_tile = _find_sequence(
-        cu_seqlens_ptr, first_seq, num_seqs, tl.num_programs(1) - 1 - tl.program_id(1), QUERIES
+    seq, first_query, q_begin, q_len, seq_len = _query_tile(
+        cu_seqlens_ptr, seq_lens_ptr, first_seq, num_seqs, tl.num_programs(1) - 1 - tl.program_id(1), QUERIES
     )
-    q_begin = tl.load(cu_seqlens_ptr + first_seq + seq)
-    q_len = tl.load(cu_seqlens_ptr + first_seq + seq + 1) - q_begin
-    first_query = q_tile * QUERIES
     if first_query >= q_len:
         return
-    seq_len = tl.load(seq_lens_ptr + first_seq + seq)
     history = seq_len - q_len
-
     row = tl.arange(0, QUERIES * GROUP_BLOCK)
     query = first_query + row // GROUP_BLOCK
     head = kv_head * GROUP + row % GROUP_BLOCK
     live = (query < q_len) & (row % GROUP_BLOCK < GROUP)
     position = history + query
     dk = tl.arange(0, K_BLOCK)
-    dv = tl.arange(0, V_BLOCK)
-    q_offset = (q_begin + query).to(tl.int64) * q_stride_t + head * q_stride_h
+    q_at = q_ptr + ((q_begin + query).to(tl.int64) * q_stride_t + head * q_stride_h)[:, None] + dk[None, :]
     q_mask = live[:, None] & (dk < K_DIM)[None, :]
-    q = tl.load(q_ptr + q_offset[:, None] + dk[None, :], mask=q_mask, other=0.0)
-    q, q_unit = normalise_rows(q, K_DOT, K_SCALED)
+    q, q_unit = normalise_rows(tl.load(q_at, mask=q_mask, other=0.0), K_DOT, K_SCALED)
     q_unit *= scale
-
     acc = tl.zeros([QUERIES * GROUP_BLOCK, V_BLOCK], tl.float32)
     total = tl.zeros([QUERIES * GROUP_BLOCK], tl.float32)
     top = tl.full([QUERIES * GROUP_BLOCK], float("-inf"), tl.float32)
     v_unit = 1e-30
-    table_ptr = tables_ptr + (first_seq + seq).to(tl.int64) * tables_stride
     if WORKSPACE:  # block `seq` belongs to it
         first_row = (seq * tl.num_programs(0) + kv_head).to(tl.int64) * tokens
         k_ptr += first_row * K_DIM
         v_ptr += first_row * V_DIM
-    first_position = history + first_query
     last_position = history + tl.minimum(first_query + QUERIES, q_len) - 1
-    last_seen = position
-    first_end = first_position + 1  # keys that the first query sees here, and the last one
-    last_end = last_position + 1
-    if RECENT:  # the rest is the step's own
-        last_seen = position // RECENT * RECENT - 1
-        first_end = first_position // RECENT * RECENT
-        last_end = last_position // RECENT * RECENT
-    first_key = 0
-    open_begin = 0
-    if WINDOW:
-        first_key = tl.maximum(first_position - window + 1, 0)
-        # the first tile that lies inside the window of the last query, hence of all
-        open_begin = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE)
-    end = tl.cdiv(last_end, TILE)
-    open_end = tl.maximum(first_end // TILE, open_begin)  # tiles before it precede every query
-    open_begin = tl.minimum(open_begin, end)
-    open_end = tl.minimum(open_end, end)
-
+    first_key, own_begin, open_begin, open_end, end = _bounds(
+        history + first_query, last_position, window, TILE, WINDOW, RECENT
+    )
+    last_seen = position // RECENT * RECENT - 1 if RECENT else position
     # the window's edge, what every query sees, the diagonal
     for region in tl.static_range(0 if WINDOW else 1, 3):
         first = first_key // TILE if region == 0 else (open_begin if region == 1 else open_end)
         last = open_begin if region == 0 else (open_end if region == 1 else end)
         acc, total, top, v_unit = _key_tiles(
             first, last, acc, total, top, v_unit, q, q_unit, last_seen, first_key, seq_len, window, softcap,
-            table_ptr, k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, k_stride, k_scale_stride, v_stride, v_scale_stride,
+            tables_ptr + (first_seq + seq).to(tl.int64) * tables_stride,
+            (k_ptr, k_scale_ptr, k_stride, k_scale_stride), (v_ptr, v_scale_ptr, v_stride, v_scale_stride),
             kv_head, K_DIM, V_DIM, K_BLOCK, V_BLOCK, BLOCK_SIZE, WORKSPACE, TILE, region != 1, WINDOW, SOFTCAP,
             K_SCALED, V_SCALED, K_INT4, V_INT4, K_DOT, V_DOT, BYTE_PERMUTE, STAGES,
         )  # fmt: skip
-
     if V_SCALED:
         acc *= v_unit
     if RECENT:
-        q = tl.load(q_ptr + q_offset[:, None] + dk[None, :], mask=q_mask, other=0.0).to(OWN_DOT)
+        q = tl.load(q_at, mask=q_mask, other=0.0).to(OWN_DOT)
         acc, total, top = own_block_tiles(
-            acc, total, top, q, scale, softcap, position, first_end, last_position, q_begin - history,
+            acc, total, top, q, scale, softcap, position, own_begin, last_position, q_begin - history,
             own_k_ptr + kv_head * K_DIM, own_v_ptr + kv_head * V_DIM, own_k_stride, own_v_stride,
             K_DIM, V_DIM, K_BLOCK, V_BLOCK, RECENT, TILE, SOFTCAP, OWN_DOT,
         )  # fmt: skip
     if SINKS:
         at = (q_begin + query).to(tl.int64) * (tl.num_programs(0) * GROUP) * (SINKS - 1) + head
-        sink = tl.load(sinks_ptr + at, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-        new_top = tl.maximum(top, sink)
-        acc *= tl.exp2(top - new_top)[:, None]
-        total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
+        total, decay = add_sinks(total, top, sinks_ptr + at, live)
+        acc *= decay[:, None]
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+    dv = tl.arange(0, V_BLOCK)
     out_offset = (q_begin + query).to(tl.int64) * out_stride_t + head * out_stride_h
     out_mask = live[:, None] & (dv < V_DIM)[None, :]
     tl.store(out_ptr + out_offset[:, None] + dv[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)
@@ -377,10 +311,7 @@ def _attend(
         GROUP=group,
         GROUP_BLOCK=group_block,
         QUERIES=queries,
-        K_DIM=layer.k.head_dim,
-        V_DIM=layer.v.head_dim,
-        K_BLOCK=channel_block(layer.k.head_dim),
-        V_BLOCK=channel_block(layer.v.head_dim),
+        **page_constants(query, layer),
         BLOCK_SIZE=1 if workspace else layer.block_size,
         WORKSPACE=workspace,
         RECENT=recent,
@@ -388,12 +319,6 @@ def _attend(
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         SINKS=0 if sinks is None else sinks.dim(),
-        K_SCALED=not isinstance(layer.k, PlainPages),
-        V_SCALED=not isinstance(layer.v, PlainPages),
-        K_INT4=isinstance(layer.k, GroupPages),
-        V_INT4=isinstance(layer.v, GroupPages),
-        K_DOT=dot_dtype(query, layer.k),
-        V_DOT=dot_dtype(query, layer.v),
         OWN_DOT=dot_dtype(query, PlainPages(data=own_k)),
         BYTE_PERMUTE=config.byte_permute and query.is_cuda,
         STAGES=config.num_stages,
