@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from model_zoo import tiny_model
-from quant_files import Cell, write_model
+from quant_files import Cell, write_fp8_model, write_model
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 MUTATIONS = 200
@@ -24,7 +26,12 @@ CELLS = (
     Cell(kind="compressed", bits=8),
     Cell(kind="int8", bits=8),
     Cell(kind="compressed", unpacked_zeros=True, act_order=True),
+    Cell(kind="awq_gemv"),
+    Cell(kind="llm_awq"),
+    Cell(bits=3, version=2),
+    Cell(bits=8, symmetric=True),
 )
+GRAINS = ("channel", "block")  # of FP8
 
 
 class File:
@@ -96,6 +103,19 @@ def _not_a_number(file: File, rng: random.Random) -> bytes:
     return file.join()
 
 
+def _of_tensors(change: Callable[[Tensor], Tensor]) -> Callable[[File, random.Random], bytes]:
+    def apply(file: File, rng: random.Random) -> bytes:
+        tensors = safetensors.torch.load(bytes(file.raw))
+        name = rng.choice(sorted(tensors))
+        return safetensors.torch.save({**tensors, name: change(tensors[name]).contiguous()})
+
+    return apply
+
+
+_zero = _of_tensors(torch.zeros_like)
+_negate = _of_tensors(lambda value: -value if value.is_floating_point() and value.element_size() > 1 else value)
+_cut = _of_tensors(lambda value: value[: (len(value) + 1) // 2] if value.dim() else value)
+
 CHANGES: tuple[Callable[[File, random.Random], bytes], ...] = (
     _truncate,
     _flip_header,
@@ -105,16 +125,24 @@ CHANGES: tuple[Callable[[File, random.Random], bytes], ...] = (
     _drop,
     _swap,
     _not_a_number,
+    _zero,
+    _negate,
+    _cut,
 )
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     made = []
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 128}
     for cell in CELLS:
-        folder = tmp_path_factory.mktemp(str(cell))
-        write_model(tiny_model("llama", num_hidden_layers=1), folder, cell)
-        made.append(folder)
+        made.append(tmp_path_factory.mktemp(str(cell)))
+        write_model(tiny_model("llama", **sizes), made[-1], cell)
+    for grain in GRAINS:
+        made.append(tmp_path_factory.mktemp(grain))
+        write_fp8_model(tiny_model("llama", **sizes), made[-1], grain)
+    made.append(tmp_path_factory.mktemp("experts"))
+    write_model(tiny_model("mixtral", num_hidden_layers=1), made[-1], Cell(kind="awq_gemm"))
     return made
 
 
@@ -144,7 +172,7 @@ def test_random_damage_is_named_or_loads_what_the_file_says(part: int, folders: 
                     ("qweight", "weight_packed", "scales", "weight_scale", "proj.weight", "embed_tokens.weight")
                 )
             ):
-                assert torch.equal(value, again[name].to(value.dtype)), (change.__name__, name)
+                assert torch.equal(value.float(), again[name].float()), (change.__name__, name)
         with torch.no_grad():
             assert model(torch.arange(3, 9)[None]).logits.shape == (1, 6, 96)
 
