@@ -6,6 +6,7 @@ tensor in two shards. `.bin` files are pickles and are only opened when the call
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ class Header:
             with safe_open(file, framework="pt", device="cpu") as opened:
                 tensor: Tensor = opened.get_tensor(name) if columns is None else opened.get_slice(name)[:, :columns]
                 return tensor
-        loaded: Tensor = torch.load(file, map_location="cpu", mmap=True, weights_only=True)[name]
+        loaded: Tensor = _pickled(file, "cpu")[name]
         return loaded if columns is None else loaded[:, :columns]
 
 
@@ -83,10 +84,9 @@ def _file_header(file: str) -> dict[str, TensorSpec]:
     if Path(file).stat().st_size == 0:
         raise ValueError(f"weight file {file}: expected a safetensors file, found 0 bytes; fetch it again")
     if not file.endswith(".safetensors"):
-        tensors = torch.load(file, map_location="meta", mmap=True, weights_only=True)
         return {
             name: TensorSpec(dtype=_TORCH_NAMES.get(tensor.dtype, str(tensor.dtype)), shape=tuple(tensor.shape))
-            for name, tensor in tensors.items()
+            for name, tensor in _pickled(file, "meta").items()
         }
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
@@ -98,3 +98,14 @@ def _file_header(file: str) -> dict[str, TensorSpec]:
         raise ValueError(
             f"weight file {file}: damaged or truncated safetensors file ({error}); fetch it again"
         ) from error
+
+
+def _pickled(file: str, device: str) -> dict[str, Tensor]:
+    """The tensors of a .bin file. Those from before torch 1.6 are no archives and are read as a whole."""
+    try:
+        tensors = torch.load(file, map_location=device, mmap=zipfile.is_zipfile(file), weights_only=True)
+    except Exception as error:  # a damaged pickle raises anything
+        raise ValueError(f"weight file {file}: damaged or truncated .bin file ({error}); fetch it again") from error
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise ValueError(f"weight file {file}: expected a dict of tensors, as torch.save(model.state_dict()) writes it")
+    return tensors

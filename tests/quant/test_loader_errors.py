@@ -115,6 +115,22 @@ def test_bin_files_need_the_flag(tmp_path: Path) -> None:
     assert logit_error(load(tmp_path, quantization_config=GPTQConfig(allow_bin=True)), truth) < EXACT
 
 
+def test_a_bin_file_of_any_age_is_read_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    truth = write_model(tiny_model("llama"), tmp_path, Cell())
+    state = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    file, options = tmp_path / "pytorch_model.bin", {"quantization_config": GPTQConfig(allow_bin=True)}
+    torch.save(state, file, _use_new_zipfile_serialization=False)
+    assert logit_error(load(tmp_path, **options), truth) < EXACT
+    torch.save(state, file)
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match=r"weight file .*pytorch_model.bin: damaged or truncated .*fetch it again"):
+        load(tmp_path, **options)
+    torch.save({"model": state}, file)
+    with pytest.raises(ValueError, match=r"weight file .*pytorch_model.bin: expected a dict of tensors"):
+        load(tmp_path, **options)
+
+
 def test_all_problems_of_a_header_come_in_one_error(tmp_path: Path) -> None:
     """Missing, extra and misshapen tensors, packed and plain: each named, before any weight is read."""
     write_model(tiny_model("llama"), tmp_path, Cell())
