@@ -40,11 +40,13 @@ class Promises:
             self._broken.append((tensor, promised, found))
 
     def problems(self) -> dict[str, str]:
-        """By tensor."""
+        """One for each module, by its name."""
         return {
-            tensor: f"tensor {tensor}: expected {promised}, which {self._kept[promised]} others have, found {found}: "
+            tensor.rpartition(".")[
+                0
+            ]: f"tensor {tensor}: expected {promised}, which {self._kept[promised]} others have, found {found}: "
             "the file is damaged, or its config lacks a rule for this module"
-            for tensor, promised, found in self._broken
+            for tensor, promised, found in reversed(self._broken)  # the first that was noted stays
             if self._kept[promised]
         }
 

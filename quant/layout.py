@@ -175,7 +175,7 @@ def _kinds(name: str, found: Mapping[str, TensorSpec], label: Label) -> list[str
         some = next(iter(found))
         raise ValueError(
             f"tensor {name}.{some} ({found[some]}) has no packed weight beside it: expected "
-            f"{name}.qweight or {name}.weight_packed; {REMEDY}"
+            f"{name}.qweight, {name}.weight_packed or a quantized {name}.weight; {REMEDY}"
         )
     if label.planar:
         return ["gptq_p"]

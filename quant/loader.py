@@ -133,6 +133,7 @@ class CheckpointLoader(HfQuantizer):
                         module.check(name)
                 except ValueError as error:
                     self.problems.append(str(error))
+                    self.repack.failed.add(name)
         self._cast_renamed(model)
         failed = self.repack.failed
         self.problems += self._never_loaded(model) or [*check_values(model, failed), *check_order(model, failed)]

@@ -300,7 +300,7 @@ class Planner:
     def _check_others(self, plain: Mapping[str, TensorSpec]) -> None:
         """What is wrong only in comparison with the other tensors of the file."""
         told = self.promises.problems()
-        self.problems += [text for tensor, text in told.items() if self._failed(tensor.rpartition(".")[0]) is None]
+        self.problems += [text for module, text in told.items() if self._failed(module) is None]
         if not self.problems:  # it reads tensors: not before they are known to be readable
             self.problems += misread(self.header, self.scales.values(), plain)
 
@@ -325,7 +325,8 @@ class Planner:
                 self.problems.append(
                     f"tensor {key} ({spec}) belongs to no layout that is read, beside the packed tensors of its module"
                 )
-            elif expected is None:
+                continue
+            if expected is None:
                 beside[owner].append(key)
             if expected is None or pattern is not None:
                 continue  # not ours: Transformers reports unexpected tensors, and checks what it converts

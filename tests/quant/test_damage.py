@@ -63,6 +63,8 @@ def _reread(name: str, dtype: torch.dtype) -> Callable[[State], object]:
             lambda state: state[f"{LAYER}.g_idx"].copy_(ORDER),
             f"{LAYER}.g_idx: expected the natural order, as 20",
         ),
+        (AWQ, _zero("model.embed_tokens.weight"), "embed_tokens.weight: expected a weight, found only zeros"),
+        (AWQ, _zero("model.norm.weight"), "model.norm.weight: expected a weight, found only zeros"),
         (AWQ, _zero("model.layers.1.input_layernorm.weight"), "input_layernorm.weight: expected a weight, found only"),
         # signs
         (AWQ, lambda state: state[f"{LAYER}.scales"].neg_(), f"{LAYER}.scales: expected scales >= 0"),
