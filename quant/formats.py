@@ -168,12 +168,13 @@ def _read_compressed(name: str, layout: Layout, tensors: Mapping[str, Tensor], m
             raise ValueError(
                 f"tensor {name}.weight_shape: expected {[layout.out_features, layout.in_features]}, found {shape}"
             )
+    unpack = packing.unpack_dense if layout.kind == "compressed_dense" else packing.unpack_whole
     if layout.kind == "int8":
         codes = _from_signed(f"{name}.weight", tensors["weight"], layout.bits)
     else:
         codes = packing.unpack_rows(
             tensors["weight_packed"],
-            lambda rows: packing.unpack_whole(rows, layout.bits, layout.in_features),
+            lambda rows: unpack(rows, layout.bits, layout.in_features),
             _codes(tensors, layout),
         )
     zeros = None
@@ -182,7 +183,7 @@ def _read_compressed(name: str, layout: Layout, tensors: Mapping[str, Tensor], m
         if stored.dtype == torch.int8:
             fields = _per_group(_from_signed(f"{name}.weight_zero_point", stored, layout.bits), layout)
         else:
-            fields = packing.unpack_whole(stored.t().contiguous(), layout.bits, layout.out_features)
+            fields = unpack(stored.t().contiguous(), layout.bits, layout.out_features)
         zeros = _none_if_symmetric(fields, layout.bits)
     g_idx = tensors.get("weight_g_idx")
     if g_idx is not None and bool((g_idx == -1).all()):  # never filled in: the natural order
@@ -219,17 +220,17 @@ def _like_file(values: Tensor, layout: Layout, suffix: str) -> Tensor:
 
 
 def _write_compressed(layout: Layout, weight: QuantizedWeight) -> dict[str, Tensor]:
-    bits = layout.bits
+    bits, pack = layout.bits, packing.pack_dense if layout.kind == "compressed_dense" else packing.pack_whole
     out = {"weight_scale": _like_file(weight.scales, layout, "weight_scale")}
     if layout.kind == "int8":
         out["weight"] = _to_signed(weight.codes, bits)
     else:
-        out["weight_packed"] = packing.pack_whole(weight.codes, bits)
+        out["weight_packed"] = pack(weight.codes, bits)
     zeros = layout.tensors.get("weight_zero_point")
     if zeros is not None and zeros.dtype == "I8":
         out["weight_zero_point"] = _like_file(_to_signed(_zeros(weight), bits), layout, "weight_zero_point")
     elif zeros is not None:
-        out["weight_zero_point"] = packing.pack_whole(_zeros(weight), bits).t().contiguous()
+        out["weight_zero_point"] = pack(_zeros(weight), bits).t().contiguous()
     if "weight_shape" in layout.tensors:
         out["weight_shape"] = torch.tensor([layout.out_features, layout.in_features])
     if "weight_g_idx" in layout.tensors:
@@ -269,6 +270,7 @@ _READERS = {
     "awq_gemv_fast": _read_interleaved,
     "llm_awq": _read_interleaved,
     "compressed": _read_compressed,
+    "compressed_dense": _read_compressed,
     "int8": _read_compressed,
 }
 _WRITERS = {
@@ -279,5 +281,6 @@ _WRITERS = {
     "awq_gemv_fast": _write_interleaved,
     "llm_awq": _write_interleaved,
     "compressed": _write_compressed,
+    "compressed_dense": _write_compressed,
     "int8": _write_compressed,
 }

@@ -15,8 +15,10 @@ was found; nothing is guessed.
 | compressed | 2 to 8 | weight_packed int32 [N, K / P] | weight_zero_point int32 [N / P, G] | weight_scale [N, G] |
 | int8 | 2 to 8 | weight int8 [N, K] | weight_zero_point int8 [N, G] | weight_scale [N, G] |
 
-P = 32 // bits, idle bits at the top. int8 values lie around zero: code or zero point minus the midpoint.
-compressed-tensors also writes `weight_scale` as [N] or [1] where G = 1, and int8 zero points beside packed weights.
+P = 32 // bits, idle bits at the top. Newer compressed-tensors packs 3, 5, 6 and 7 bits without them (compressed_dense):
+[N, K * bits / 32] and [N * bits / 32, G], rounded up. int8 values lie around zero: code or zero point minus the
+midpoint. compressed-tensors also writes `weight_scale` as [N] or [1] where G = 1, and int8 zero points beside packed
+weights.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hf_paged.quant.packing import BITS, PLANAR_BITS, whole_words_for, words_for
+from hf_paged.quant.packing import BITS, PLANAR_BITS, dense_words_for, whole_words_for, words_for
 
 logger = logging.getLogger(__name__)
 
+COMPRESSED = ("compressed", "compressed_dense", "int8")  # kinds of compressed-tensors
 FLOATS = ("F16", "BF16", "F32")
 PACKED_SUFFIXES = (
     "qweight",
@@ -96,21 +99,21 @@ class Layout:
     def method(self) -> str:
         """As `Label.method`."""
         awq = self.kind.startswith(("awq", "llm_awq"))
-        return "awq" if awq else "compressed-tensors" if self.kind in ("compressed", "int8") else "gptq"
+        return "awq" if awq else "compressed-tensors" if self.kind in COMPRESSED else "gptq"
 
     @property
     def codes_name(self) -> str:
-        return {"compressed": "weight_packed", "int8": "weight"}.get(self.kind, "qweight")
+        return "weight" if self.kind == "int8" else "weight_packed" if self.kind in COMPRESSED else "qweight"
 
     @property
     def zeros_name(self) -> str:
-        return {"compressed": "weight_zero_point", "int8": "weight_zero_point", "llm_awq": "scaled_zeros"}.get(
-            self.kind, "qzeros"
-        )
+        if self.kind in COMPRESSED:
+            return "weight_zero_point"
+        return "scaled_zeros" if self.kind == "llm_awq" else "qzeros"
 
     @property
     def scales_name(self) -> str:
-        return "weight_scale" if self.kind in ("compressed", "int8") else "scales"
+        return "weight_scale" if self.kind in COMPRESSED else "scales"
 
 
 def identify(name: str, found: Mapping[str, TensorSpec], in_features: int, out_features: int, label: Label) -> Layout:
@@ -165,7 +168,7 @@ def _ragged(name: str, kind: str, in_features: int, out_features: int, group_siz
 
 def _kinds(name: str, found: Mapping[str, TensorSpec], label: Label) -> list[str]:
     if "weight_packed" in found:
-        return ["compressed"]
+        return ["compressed", "compressed_dense"]
     weight = found.get("weight", TensorSpec(dtype="", shape=()))
     if weight.dtype == "I8":
         if label.floating:
@@ -187,7 +190,9 @@ def _kinds(name: str, found: Mapping[str, TensorSpec], label: Label) -> list[str
 
 def _candidate_bits(kind: str, label: Label) -> list[int]:
     every = (*BITS, *PLANAR_BITS)
-    allowed = {"gptq": BITS, "gptq_p": every, "compressed": every, "int8": (8,)}.get(kind, (4,))
+    allowed = {"gptq": BITS, "gptq_p": every, "compressed": every, "compressed_dense": PLANAR_BITS, "int8": (8,)}.get(
+        kind, (4,)
+    )
     first = [label.bits] if label.bits in allowed else []
     if kind == "int8" and label.bits in every:
         return [label.bits]  # the words do not tell it
@@ -218,7 +223,7 @@ def _check_promised(name: str, kind: str, found: Mapping[str, TensorSpec], label
 def _group_size(kind: str, found: Mapping[str, TensorSpec], in_features: int, label: Label) -> int:
     promised = label.group_size if label.group_size is not None else 128
     promised = in_features if promised in (-1, 0) else promised
-    compressed = kind in ("compressed", "int8")
+    compressed = kind in COMPRESSED
     scales = found.get("weight_scale" if compressed else "scales")
     if compressed and scales is not None and len(scales.shape) < 2:
         return in_features  # one scale for all, or one to an output channel
@@ -269,15 +274,16 @@ def _expected_compressed(
     scales, zeros = found.get("weight_scale"), found.get("weight_zero_point")
     one = scales is not None and groups == 1 and scales.shape in ((n,), (1,), ())
     grid = scales.shape if scales is not None and one else (n, groups)
+    count = dense_words_for if kind == "compressed_dense" else whole_words_for
     unpacked = kind == "int8" or (zeros is not None and zeros.dtype == "I8")
     expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
         "weight_scale": (FLOATS, grid),
-        "weight_zero_point": (("I8",), grid) if unpacked else (("I32",), (whole_words_for(n, bits), groups)),
+        "weight_zero_point": (("I8",), grid) if unpacked else (("I32",), (count(n, bits), groups)),
         "weight_g_idx": (("I32", "I64"), (k,)),
     }
     if kind == "int8":
         return {"weight": (("I8",), (n, k)), **expected}
-    words = {"weight_packed": (("I32",), (n, whole_words_for(k, bits)))}
+    words = {"weight_packed": (("I32",), (n, count(k, bits)))}
     return {**words, **expected, "weight_shape": (("I64", "I32"), (2,))}
 
 
@@ -286,6 +292,7 @@ _OPTIONAL = {
     "gptq_p": ("qzeros", "g_idx"),
     "awq_gemm": ("qzeros",),
     "compressed": ("weight_zero_point", "weight_shape", "weight_g_idx"),
+    "compressed_dense": ("weight_zero_point", "weight_shape", "weight_g_idx"),
     "int8": ("weight_zero_point", "weight_g_idx"),
 }
 _MANY = 32  # zero points are not all 0 by chance
@@ -294,6 +301,7 @@ _PROMISED = {  # kind -> the tensors of asymmetric weights and of act-order
     "gptq_p": ("qzeros", "g_idx"),
     "awq_gemm": ("qzeros", ""),
     "compressed": ("weight_zero_point", "weight_g_idx"),
+    "compressed_dense": ("weight_zero_point", "weight_g_idx"),
     "int8": ("weight_zero_point", "weight_g_idx"),
 }
 

@@ -1,10 +1,10 @@
 """Bit fields inside integer words: the only place that shifts and masks a file's words.
 
 A word holds `32 // bits` fields, lowest bits first, and idle bits where they do not fill it (compressed-tensors);
-GPTQ's 3-bit fields form, 32 of them, one 96-bit little-endian string over three words. Planar words (`gptq_p`) cut each
-field into planes of 4, 2 and 1 bits and hold, for every 32 fields, the words of the low plane, then those of the next.
-Everything runs on the tensor's device, one field position and some rows at a time, so that the peak is one byte per
-field and little more.
+GPTQ's 3-bit fields form, 32 of them, one 96-bit little-endian string over three words, and in newer compressed-tensors
+those of any width lie so. Planar words (`gptq_p`) cut each field into planes of 4, 2 and 1 bits and hold, for every 32
+fields, the words of the low plane, then those of the next. Everything runs on the tensor's device, one field position
+and some rows at a time, so that the peak is one byte per field and little more.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     dropped.
     """
     if bits == 3:
-        return _unpack_three(words)[..., :count].contiguous()
+        return _unpack_across(words, bits)[..., :count].contiguous()
     return unpack_whole(words, bits, count)
 
 
@@ -65,7 +65,7 @@ def pack_words(fields: Tensor, bits: int) -> Tensor:
     fields.
     """
     if bits == 3:
-        return _pack_three(torch.nn.functional.pad(fields, (0, -fields.shape[-1] % 32)))
+        return _pack_across(fields, bits)
     return pack_whole(fields, bits)
 
 
@@ -83,6 +83,22 @@ def pack_whole(fields: Tensor, bits: int) -> Tensor:
     for i in range(32 // bits):
         words |= fields[..., i].to(torch.int32) << (bits * i)
     return words
+
+
+def dense_words_for(count: int, bits: int) -> int:
+    """How many int32 words hold `count` fields that lie bit to bit."""
+    return -(-count * bits // 32)
+
+
+def unpack_dense(words: Tensor, bits: int, count: int) -> Tensor:
+    """As `unpack_words`, where fields of any width lie bit to bit and the last words that hold none are left out."""
+    padded = torch.nn.functional.pad(words, (0, -words.shape[-1] % bits))
+    return _unpack_across(padded, bits)[..., :count].contiguous()
+
+
+def pack_dense(fields: Tensor, bits: int) -> Tensor:
+    """The inverse of `unpack_dense`."""
+    return _pack_across(fields, bits)[..., : dense_words_for(fields.shape[-1], bits)].contiguous()
 
 
 def unpack_planar(words: Tensor, bits: int, count: int) -> Tensor:
@@ -144,25 +160,28 @@ def pack_interleaved(fields: Tensor) -> Tensor:
     return word.to(torch.int16)
 
 
-def _unpack_three(words: Tensor) -> Tensor:
-    low = words.unflatten(-1, (-1, 3)).to(torch.int64) & 0xFFFFFFFF
+def _unpack_across(words: Tensor, bits: int) -> Tensor:
+    """`[..., bits * B]` int32 -> `[..., 32 * B]` uint8: 32 fields in as many words as a field has bits."""
+    low = words.unflatten(-1, (-1, bits)).to(torch.int64) & 0xFFFFFFFF
     fields = words.new_empty((*low.shape[:-1], 32), dtype=torch.uint8)
     for i in range(32):
-        word, shift = divmod(3 * i, 32)
+        word, shift = divmod(bits * i, 32)
         value = low[..., word] >> shift
-        if shift > 29:  # the field straddles two words
+        if shift > 32 - bits:  # the field straddles two words
             value = value | (low[..., word + 1] << (32 - shift))
-        fields[..., i] = value & 7
+        fields[..., i] = value & ((1 << bits) - 1)
     return fields.flatten(-2)
 
 
-def _pack_three(fields: Tensor) -> Tensor:
-    blocks = fields.unflatten(-1, (-1, 32)).to(torch.int64)
-    words = torch.zeros((*blocks.shape[:-1], 3), dtype=torch.int64, device=fields.device)
+def _pack_across(fields: Tensor, bits: int) -> Tensor:
+    """The inverse of `_unpack_across`, padding with zero fields."""
+    padded = torch.nn.functional.pad(fields, (0, -fields.shape[-1] % 32))
+    blocks = padded.unflatten(-1, (-1, 32)).to(torch.int64)
+    words = torch.zeros((*blocks.shape[:-1], bits), dtype=torch.int64, device=fields.device)
     for i in range(32):
-        word, shift = divmod(3 * i, 32)
+        word, shift = divmod(bits * i, 32)
         words[..., word] |= (blocks[..., i] << shift) & 0xFFFFFFFF
-        if shift > 29:
+        if shift > 32 - bits:
             words[..., word + 1] |= blocks[..., i] >> (32 - shift)
     words = torch.where(words >= 2**31, words - 2**32, words)
     return words.to(torch.int32).flatten(-2)

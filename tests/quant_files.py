@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 INPUT = torch.arange(3, 25).reshape(2, 11)  # token ids
-COMPRESSED = ("compressed", "int8")
+COMPRESSED = ("compressed", "compressed_dense", "int8")
 EXACT = 1e-5  # fp32 on both sides: what remains is the order of the sums
 
 
@@ -28,7 +28,7 @@ EXACT = 1e-5  # fp32 on both sides: what remains is the order of the sums
 class Cell:
     """One layout to write."""
 
-    kind: str = "gptq"  # gptq gptq_p awq_gemm awq_gemv awq_gemv_fast llm_awq compressed int8
+    kind: str = "gptq"  # gptq gptq_p awq_gemm awq_gemv awq_gemv_fast llm_awq compressed compressed_dense int8
     unpacked_zeros: bool = False  # compressed: zero points as compressed-tensors wrote them at first
     bits: int = 4
     group_size: int = 32  # -1: one group
@@ -73,6 +73,14 @@ def whole(fields: np.ndarray, bits: int) -> Tensor:
     padded = np.pad(fields, ((0, 0), (0, -fields.shape[1] % step))).reshape(fields.shape[0], -1, step)
     words = (padded.astype(np.uint32) << (bits * np.arange(step, dtype=np.uint32))).sum(-1, dtype=np.uint32)
     return torch.from_numpy(words.view("<i4").copy())
+
+
+def dense(fields: np.ndarray, bits: int) -> Tensor:
+    """As `bit_string`, but padded to whole words only, whatever the width."""
+    planes = (fields[..., None] >> np.arange(bits)) & 1
+    stream = planes.reshape(fields.shape[0], -1).astype(np.uint8)
+    stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
+    return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view("<i4").copy())
 
 
 def planar(fields: np.ndarray, bits: int) -> Tensor:
@@ -146,15 +154,16 @@ def pack_linear(cell: Cell, integers: Integers) -> dict[str, Tensor]:
 def _compressed(cell: Cell, integers: Integers) -> dict[str, Tensor]:
     codes, zeros, bits = integers.codes.numpy().astype(np.int64), integers.zeros.numpy().astype(np.int64), cell.bits
     middle = 1 << (bits - 1)  # int8 values lie around zero
+    words = dense if cell.kind == "compressed_dense" else whole
     out = {"weight_scale": integers.scales.t().contiguous()}
     if cell.kind == "int8":
         out["weight"] = torch.from_numpy((codes - middle).astype(np.int8))
     else:
-        out |= {"weight_packed": whole(codes, bits), "weight_shape": torch.tensor(codes.shape)}
+        out |= {"weight_packed": words(codes, bits), "weight_shape": torch.tensor(codes.shape)}
     if not cell.symmetric and (cell.kind == "int8" or cell.unpacked_zeros):
         out["weight_zero_point"] = torch.from_numpy((zeros - middle).astype(np.int8)).t().contiguous()
     elif not cell.symmetric:
-        out["weight_zero_point"] = whole(zeros, bits).t().contiguous()
+        out["weight_zero_point"] = words(zeros, bits).t().contiguous()
     if cell.act_order:
         out["weight_g_idx"] = integers.g_idx
     return out

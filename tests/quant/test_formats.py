@@ -29,6 +29,7 @@ SHAPES = {
     "gptq": (40, 160),
     "gptq_p": (96, 160),
     "compressed": (24, 160),
+    "compressed_dense": (24, 160),  # 24 rows of 3 to 7 bits are no whole blocks of 32
     "int8": (24, 160),
     "awq_gemm": (40, 192),
 }
@@ -52,7 +53,7 @@ def _cells() -> list[Cell]:
     ]
     cells += [
         Cell(kind=kind, bits=bits, group_size=group, symmetric=sym, act_order=order)
-        for kind, widths in (("compressed", range(2, 9)), ("int8", (4, 8)))
+        for kind, widths in (("compressed", range(2, 9)), ("compressed_dense", (3, 5, 6, 7)), ("int8", (4, 8)))
         for bits in widths
         for group in (32, -1)
         for sym in (True, False)
