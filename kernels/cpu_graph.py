@@ -92,8 +92,9 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         given = tree_leaves((args, kwargs))
         _check_shapes(func, given)
-        if func is torch.ops.aten.new_empty.default and kwargs.keys() <= {"dtype"}:
-            return self._memory.lend(args[1], kwargs.get("dtype", args[0].dtype))
+        if func is torch.ops.aten.new_empty.default:
+            assert kwargs.get("device") in (None, args[0].device), kwargs
+            return self._memory.lend(args[1], kwargs.get("dtype") or args[0].dtype)
         again = partial(func, *args, **kwargs)
         out = again()
         if func._schema.is_mutable:
