@@ -10,6 +10,7 @@ it is touched. A view is rebuilt, and fused again, when the model's fingerprint 
 
 Residual adds ride in the norm kernel, not in the epilogue of the product before them (`addmm`): the number of kernels
 is the same, but it serves packed weights too, rounds where the model does, and writes over no tensor somebody may hold.
+Steps of few tokens through 4-bit weights have both, and the norms, in the products themselves (`folded_layer.py`).
 """
 
 from __future__ import annotations
