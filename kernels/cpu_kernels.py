@@ -144,7 +144,8 @@ def add_rms_norm(address):
             square = np.float32(0)
             for d in range(n):
                 square += _wide(x[d]) * _wide(x[d])
-            scale = _ONE / np.sqrt(square / np.float32(n) + eps)
+            mean = square / np.float32(n) + eps
+            scale = np.float32(0) if mean == np.float32(np.inf) else _ONE / np.sqrt(mean)
             out = _bfloat16s(out_at + 2 * row * n, n)
             if cast_first:
                 for d in range(n):
@@ -167,7 +168,7 @@ def silu_times(address):
         out = _bfloat16s(out_at + 2 * row * n, n)
         for d in range(n):
             x = _wide(gate[d])
-            activation = x / (_ONE + _exp(min(-x, np.float32(88))))
+            activation = np.float32(0) if x < np.float32(-88) else x / (_ONE + _exp(min(-x, np.float32(88))))
             out[d] = _narrow(_wide(_narrow(activation)) * _wide(up[d]))
 
 
