@@ -19,21 +19,22 @@ ROWS = 256
 
 
 class RowTiles(TorchFunctionMode):
-    """While it is entered, fp32 `linear` runs in tiles of `ROWS` rows, the last one padded with zeros."""
+    """While it is entered, fp32 `linear` runs in tiles of `ROWS` rows, the last one padded with zeros; no gradients."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is linear and args[0].dtype == torch.float32:
-            return _tiled(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return (_tiled if func is linear else func)(*args, **(kwargs or {}))
 
 
-def _tiled(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows = x.flatten(0, -2)
-    out = x.new_empty(len(rows), len(weight))
+def _tiled(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear`, with the names of its arguments; `input` `[..., K]` of any number of dimensions."""
+    if input.dtype != torch.float32:
+        return linear(input, weight, bias)
+    rows = input.reshape(-1, input.shape[-1])
+    out = input.new_empty(len(rows), len(weight))
     for tile, into in zip(rows.split(ROWS), out.split(ROWS), strict=True):
         if len(tile) < ROWS:
             tile = torch.cat((tile, tile.new_zeros(ROWS - len(tile), tile.shape[1])))
         into.copy_(linear(tile, weight, bias)[: len(into)])
-    return out.unflatten(0, x.shape[:-1])
+    return out.view(*input.shape[:-1], len(weight))

@@ -6,9 +6,11 @@ bites.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB = 96
@@ -95,6 +97,20 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
     """Random prompts that hold no special token."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+def exact_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in fp64."""
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")  # the others multiply in 32 bits at most
+    return exact
+
+
+def assert_as_exact(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
+    """Two ways through a model in fp32 miss what it gives in fp64 by as much, but for the order of their sums."""
+    error, allowed = ((x.double() - exact).abs().max() for x in (ours, theirs))
+    assert 0 < allowed < 1e-3 * exact.abs().max()  # the truth is that of the same call
+    assert error <= 4 * allowed
 
 
 def left_padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -85,6 +85,20 @@ def test_rows_are_summed_alike_however_many_there_are() -> None:
     torch.testing.assert_close(whole[0].double(), layer(x[0].double()), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("shape", [(48,), (0, 48), (3, 48), (2, 1, 48)])
+@torch.no_grad()
+def test_tiles_take_what_a_linear_takes(shape: tuple[int, ...]) -> None:
+    """One row without a batch, none, arguments by name."""
+    x, weight, bias = torch.randn(shape), torch.randn(40, 48), torch.randn(40)
+    expected = linear(x.double(), weight.double(), bias.double())
+    with RowTiles():
+        results = [linear(x, weight, bias), linear(input=x, weight=weight, bias=bias), linear(x, weight) + bias]
+    for result in results:
+        assert result.shape == expected.shape
+        magnitude = linear(x.abs(), weight.abs(), bias.abs())  # 48 products and a bias are summed
+        assert ((result - expected).abs() <= 50 * 2.0**-24 * magnitude).all()
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "int4"])
 def test_chunks_change_nothing_but_the_rounding_of_sums(kv_cache_dtype: str) -> None:
     """In fp32 a sum in another order tips a code over to its neighbour now and then; in fp64 none is that close."""

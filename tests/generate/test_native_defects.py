@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_zoo import PAD, VOCAB, cache_of, left_padded, prompts, tiny_model
+from model_zoo import PAD, VOCAB, assert_as_exact, cache_of, exact_copy, left_padded, prompts, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteria, TextStreamer
@@ -106,9 +106,9 @@ def test_n8_beams_search_beams(model: PreTrainedModel) -> None:
 
 
 def test_n9_a_dictionary_is_returned_with_scores(model: PreTrainedModel) -> None:
-    dense, paged = (call(model, return_dict_in_generate=True, output_scores=True, **options) for options in ({}, PAGED))
-    # fp32 sums of at most 256 products of O(1) values in two orders: a few hundred ulp
-    torch.testing.assert_close(torch.stack(paged.scores), torch.stack(dense.scores), atol=2e-4, rtol=1e-5)
+    wanted = {"return_dict_in_generate": True, "output_scores": True}
+    runs = (call(model, **wanted, **PAGED), call(model, **wanted), call(exact_copy(model), **wanted))
+    assert_as_exact(*(torch.stack(run.scores) for run in runs))
 
 
 def test_n10_stop_strings_and_max_time_stop(model: PreTrainedModel) -> None:
@@ -255,12 +255,11 @@ def test_n23_softcap_is_applied() -> None:
     """Native paged attention (and sdpa) drop Gemma 2's softcap without a word."""
     model = tiny_model("gemma2")
     options = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 2}
-    eager = torch.stack(call(model, **options).logits)
-    paged = torch.stack(call(model, **options, **PAGED).logits)
+    runs = (call(model, **options, **PAGED), call(model, **options), call(exact_copy(model), **options))
+    paged, eager, exact = (torch.stack(run.logits) for run in runs)
     without = torch.stack(call(tiny_model("gemma2", attn_logit_softcapping=None), **options).logits)
     assert (eager - without).abs().max() > 0.1  # the test can see it
-    # fp32 sums of at most 256 products of O(1) values in two orders: a few hundred ulp
-    torch.testing.assert_close(paged, eager, atol=2e-4, rtol=1e-5)
+    assert_as_exact(paged, eager, exact)
 
 
 def test_n24_a_call_takes_the_memory_it_needs_and_no_more(model: PreTrainedModel) -> None:
