@@ -53,9 +53,9 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: T
 
 def lock_count(out_features: int) -> int:
     """Of the portable kernel one per output block of a split-K launch, 64 rows of the weight by up to four blocks of
-    activations; of the Hopper kernels one per program (of few rows: per tile) and warpgroup, at most 512 together.
+    activations; of the Hopper kernels one per program and warpgroup, fewer than 1,024 together.
     """
-    return max(-(-out_features // 64) * 4, 512)
+    return max(-(-out_features // 64) * 4, 1024)
 
 
 def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ bf16. Meaning: `packed_weight.packed_linear_reference`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 STEP = 128  # channels of a unit
 MAX_HOPPER_ROWS = 2048  # above, cuBLAS on dequantized weights is faster (`eval/weights_bench.py`)
 MAX_FEW_ROWS = 16
-MAX_PROGRAMS = 16  # of a tile of many tokens: bits of its counter
+MAX_PROGRAMS = 16  # of a tile of many tokens that they share evenly: bits of its counter
+MAX_CLUSTER = 8  # programs of a cluster, on every GPU that has clusters
+_AT_ONCE = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}  # clusters on 132 multiprocessors, one program to each
 _SHARED_BYTES = 227 * 1024 - 1024  # of one program, less what the compiler takes
 _MULTIPROCESSOR_BYTES = 228 * 1024  # with 1024 for each program
 _SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -58,9 +60,30 @@ class HopperTiles:
     def threads(self) -> int:
         return 128 * self.warpgroups + (128 if self.many else 64)
 
+    @property
+    def pairs(self) -> bool:
+        """Whether a warpgroup's outputs are pairs of 64."""
+        return self.rows % (128 * self.warpgroups) == 0
+
     def blocks(self, m: int, n: int) -> int:
         """Tiles of a product."""
         return -(-n // self.rows) * -(-m // self.block_m)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """What a product of few tokens takes in of the kernels around it, see `folded_linear.py`; all off: nothing."""
+
+    normed: bool = False  # rows lack the factor of their norm
+    eps: float = 0.0  # of that norm
+    gated: bool = False  # the output is silu(first half) * second half
+    adds: int = 0  # 1: to a residual; 2: and makes the rows of the next norm
+    offset: float = 0.0  # of that norm's weight
+
+    @property
+    def parts(self) -> int:
+        """Sums that become one output."""
+        return 2 if self.gated else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +96,7 @@ class Variant:
     zeros: bool = False
     scales: torch.dtype = torch.float16
     middle: int = 8
+    ends: Ends = Ends()
 
     @property
     def stage_bytes(self) -> int:
@@ -81,14 +105,14 @@ class Variant:
 
     @property
     def sum_bytes(self) -> int:
-        """Of the sums that a program of few tokens makes for its cluster, or of what tells it that it is the last."""
-        tiles = self.tiles
-        if tiles.many:
-            return 0
-        if tiles.cluster == 1:
-            return 160
-        pieces = tiles.rows * tiles.block_m // 128  # of the tile, 512 bytes each
-        return 128 + -(-pieces // tiles.cluster) * tiles.cluster * 512
+        """Beside the ring: what a thread tells its warpgroup, factors of norms, and with few tokens the sums that a
+        program makes for its cluster (with many they are where the ring was).
+        """
+        tiles, parts = self.tiles, self.ends.parts
+        if tiles.many or tiles.cluster == 1:
+            return 256
+        pieces = tiles.rows * tiles.block_m // 128 // parts  # of the tile, 512 bytes for each part
+        return 256 + -(-pieces // tiles.cluster) * tiles.cluster * parts * 512
 
     @property
     def stages(self) -> int:
@@ -100,20 +124,25 @@ class Variant:
         return self.stages * self.stage_bytes + self.sum_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TileShape:
-    """A tile and what it costs in microseconds, fitted to an H200's times of 8 weight shapes (9 of 10 within 9%).
+    """A tile of many tokens and what it costs in microseconds, fitted to an H200's times of 15 weight shapes.
 
     The ends are launch, first load, store, and the sum over the programs of a tile: none where each has whole tiles,
-    between neighbours where each tile has two, in parallel where all tiles have as many, else by one program of a tile.
+    through shared memory where they are a cluster, through the L2 where all tiles have as many, else by the last one.
     """
 
     tiles: HopperTiles
     unit: float
     whole: float
-    pair: float
+    pair: float  # a cluster of two
+    cluster: float  # of more
     even: float
     uneven: float
+
+    @property
+    def clusters(self) -> Iterable[int]:
+        return _AT_ONCE
 
     def launches(self, m: int, n: int, k: int, multiprocessors: int) -> Iterator[tuple[float, HopperTiles]]:
         blocks, steps = self.tiles.blocks(m, n), -(-k // STEP)
@@ -121,12 +150,14 @@ class TileShape:
         for programs in {most, most // blocks * blocks, blocks // -(-blocks // most)} - {0}:
             if blocks % programs == 0:
                 end = self.whole
-            elif programs % blocks == 0:
-                end = self.pair if programs == 2 * blocks else self.even
             else:
-                end = self.uneven
-            cost = -(-blocks * steps // programs) * self.unit + end
-            yield cost, replace(self.tiles, programs=programs)
+                end = self.uneven if programs % blocks else self.even
+            yield -(-blocks * steps // programs) * self.unit + end, replace(self.tiles, programs=programs)
+        for cluster, at_once in _AT_ONCE.items():
+            if cluster <= steps and blocks <= at_once * multiprocessors // 132:
+                end = self.pair if cluster == 2 else self.cluster
+                tiles = replace(self.tiles, programs=blocks * cluster, cluster=cluster)
+                yield -(-steps // cluster) * self.unit + end, tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,9 +221,8 @@ def _few(
 
 
 def _many(block_m: int, rows: int, burst: int, *costs: float, buffers: int = 1) -> TileShape:
-    warpgroups = 3 if rows == 192 else 2
-    tiles = HopperTiles(block_m=block_m, rows=rows, burst=burst, buffers=buffers, warpgroups=warpgroups)
-    return TileShape(tiles, *costs)
+    tiles = HopperTiles(block_m=block_m, rows=rows, burst=burst, buffers=buffers, warpgroups=3 if rows == 192 else 2)
+    return TileShape(tiles=tiles, **dict(zip(("unit", "whole", "pair", "cluster", "even", "uneven"), costs)))
 
 
 CLUSTERS = (2, 3, 4, 5, 6, 8)
@@ -206,20 +236,20 @@ SHAPES: tuple[FewShape | TileShape, ...] = (
     _few(16, 128, 8, 4.3, 0.185, 0.38),
     _few(16, 256, 8, 4.3, 0.43, 0.29, resident=1),
     _few(16, 512, 4, 9.0, 1.13, 0.0, resident=1, uneven=True),
-    _many(32, 128, 8, 0.43, 3.2, 3.6, 4.8, 6.0),
-    _many(32, 192, 8, 0.56, 3.4, 4.8, 5.7, 7.3),
-    _many(32, 256, 8, 0.64, 3.1, 5.4, 6.3, 9.8),
-    _many(32, 384, 4, 0.95, 1.0, 5.3, 7.6, 11.5),
-    _many(64, 128, 8, 0.515, 1.8, 3.5, 5.3, 6.8),
-    _many(64, 192, 8, 0.79, 2.7, 3.5, 5.9, 8.0),
-    _many(64, 256, 8, 0.86, 3.2, 4.4, 7.7, 12.2),
-    _many(64, 384, 2, 1.31, 1.0, 5.7, 8.9, 14.2),
-    _many(96, 128, 4, 0.624, 2.7, 3.9, 6.3, 8.1),
-    _many(96, 192, 4, 0.855, 4.2, 5.0, 7.5, 9.6),
-    _many(128, 128, 4, 0.736, 2.5, 4.2, 7.3, 9.0),
-    _many(128, 192, 8, 1.05, 3.5, 5.8, 9.2, 11.3),
-    _many(128, 256, 2, 1.36, 2.6, 5.3, 9.9, 14.1, buffers=2),
-    _many(256, 128, 4, 1.34, 2.3, 4.8, 10.2, 13.5),
+    _many(32, 128, 8, 0.43, 3.2, 3.6, 2.9, 4.8, 6.0),
+    _many(32, 192, 8, 0.56, 3.4, 4.8, 3.6, 5.7, 7.3),
+    _many(32, 256, 8, 0.64, 3.1, 5.4, 4.2, 6.3, 9.8),
+    _many(32, 384, 4, 0.95, 1.0, 5.3, 5.0, 7.6, 11.5),
+    _many(64, 128, 8, 0.515, 1.8, 3.5, 3.4, 5.3, 6.8),
+    _many(64, 192, 8, 0.79, 2.7, 3.5, 3.4, 5.9, 8.0),
+    _many(64, 256, 8, 0.86, 3.2, 4.4, 5.0, 7.7, 12.2),
+    _many(64, 384, 2, 1.31, 1.0, 5.7, 6.0, 8.9, 14.2),
+    _many(96, 128, 4, 0.624, 2.7, 3.9, 4.4, 6.3, 8.1),
+    _many(96, 192, 4, 0.855, 4.2, 5.0, 5.0, 7.5, 9.6),
+    _many(128, 128, 4, 0.736, 2.5, 4.2, 5.5, 7.3, 9.0),
+    _many(128, 192, 8, 1.05, 3.5, 5.8, 6.0, 9.2, 11.3),
+    _many(128, 256, 2, 1.36, 2.6, 5.3, 7.0, 9.9, 14.1, buffers=2),
+    _many(256, 128, 4, 1.34, 2.3, 4.8, 7.0, 10.2, 13.5),
 )
 
 
@@ -231,9 +261,10 @@ def hopper_launches(m: int, n: int, k: int, multiprocessors: int) -> Iterator[tu
 
 
 @cache
-def choose_hopper_tiles(m: int, n: int, k: int, multiprocessors: int) -> HopperTiles:
-    """The launch that costs least by `SHAPES`."""
-    return min(hopper_launches(m, n, k, multiprocessors), key=lambda item: item[0])[1]
+def choose_hopper_tiles(m: int, n: int, k: int, multiprocessors: int, gated: bool = False) -> HopperTiles:
+    """The launch that costs least by `SHAPES`; of `gated` outputs each warpgroup needs pairs of 64."""
+    launches = hopper_launches(m, n, k, multiprocessors)
+    return min((item for item in launches if not gated or item[1].pairs), key=lambda item: item[0])[1]
 
 
 def fits_hopper(x: Tensor, weight: PackedWeight) -> bool:
@@ -254,14 +285,22 @@ def fits_hopper(x: Tensor, weight: PackedWeight) -> bool:
     )
 
 
-def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, tiles: HopperTiles) -> Tensor:
-    """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per program (of few tokens: per
-    tile) and warpgroup.
+def w4a16_hopper(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    locks: Tensor,
+    tiles: HopperTiles,
+    ends: Ends = Ends(),
+    beside: Sequence[Tensor | None] = (None,) * 5,
+) -> Tensor:
+    """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per program and
+    warpgroup. `beside`: what `ends` reads and writes, as the kernel of few tokens takes it.
     """
     (m, k), n = x.shape, weight.out_features
     blocks, steps = tiles.blocks(m, n), -(-k // STEP)
     programs = min(tiles.programs, blocks * (min(steps, MAX_PROGRAMS) if tiles.many else steps))
-    assert (programs if tiles.many else blocks) * tiles.warpgroups <= locks.numel(), (programs, tiles, locks.shape)
+    assert programs * tiles.warpgroups <= locks.numel(), (programs, tiles, locks.shape)
     assert tiles.cluster == 1 or (programs == blocks * tiles.cluster and tiles.cluster <= steps), (programs, tiles)
     if x.data_ptr() % 16:
         x = x.clone()
@@ -269,10 +308,9 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Te
         bias = bias.to(x.dtype)
     if weight.perm is not None:
         x = gather_channels(x, weight.perm)
-    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    pair = tiles.many and programs == 2 * blocks  # their parts stay in shared memory
-    # of each program one, of the tile that it does not end; with few tokens also of the one that it does not begin
-    parts = 0 if pair or blocks % programs == 0 or tiles.cluster > 1 else programs * (1 if tiles.many else 2)
+    out = torch.empty((m, n // ends.parts), dtype=x.dtype, device=x.device)
+    # of each program two: of the tile that it ends and of the one that it begins; a cluster's stay in shared memory
+    parts = 0 if blocks % programs == 0 or tiles.cluster > 1 else 2 * programs
     partial = torch.empty(parts * tiles.rows * tiles.block_m, dtype=torch.float32, device=x.device)
     variant = Variant(
         tiles=replace(tiles, programs=0),
@@ -281,6 +319,7 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Te
         zeros=weight.zeros is not None,
         scales=weight.scales.dtype,
         middle=weight.middle,
+        ends=ends,
     )
     arguments = [
         TensorMap(x, tiles.block_m) if tiles.many else x,
@@ -291,6 +330,7 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Te
         out,
         partial,
         locks,
+        *(() if tiles.many else beside),
         m,
         n,
         k,
@@ -301,7 +341,7 @@ def w4a16_hopper(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Te
         # weights are read before the kernel before has ended; in a captured graph none of them is written
         overlap = torch.cuda.is_current_stream_capturing()
         _kernel(variant, x.device.index).launch(
-            programs, tiles.threads, arguments, overlap=overlap, cluster=2 if pair else tiles.cluster
+            programs, tiles.threads, arguments, overlap=overlap, cluster=tiles.cluster
         )
     return out
 
@@ -346,9 +386,15 @@ def source(variant: Variant) -> str:
         "WGMMA": _wgmma(tiles.block_m, variant.half),
         "CLUSTER": tiles.cluster,
         "RESIDENT": tiles.resident,
+        "NORMED": int(variant.ends.normed),
+        "EPS": f"{variant.ends.eps:e}f",
+        "GATED": int(variant.ends.gated),
+        "ADDS": variant.ends.adds,
+        "OFFSET": f"{variant.ends.offset:e}f",
     }
     here = Path(__file__)
-    files = (here.with_suffix(".cu"), here.with_name(f"w4a16_hopper_{'many' if tiles.many else 'few'}.cu"))
+    parts = ("", "_ends", "_sums", "_many" if tiles.many else "_few")
+    files = (here.with_name(f"{here.stem}{part}.cu") for part in parts)
     return "".join(f"#define {name} {value}\n" for name, value in defines.items()) + "".join(
         file.read_text() for file in files
     )

@@ -2,6 +2,7 @@
 // burst of products while the others unpack. A product whose operand is in registers holds its warp up until the matrix
 // unit takes it; where each was followed by unpacking the next operand, warps fell in step and the unit idled for a third
 // of the time and more. Scales multiply the weights, rounded to 16 bits.
+constexpr int THREADS = MULTIPLIERS + 128;
 constexpr u64 X_ROWS = (u64)64 << 32 | (u64)1 << 62;  // of a descriptor: swizzled rows of 128 bytes, 8 of them 1024
 
 struct alignas(64) TensorMap {
@@ -13,11 +14,15 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 }
 __device__ __forceinline__ void wgmma(float (&d)[BM / 2], const u32* a, u64 b) WGMMA
 
-__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
+__device__ __forceinline__ u32 sub2(u32 a, u32 b) {
   u32 d;
-  asm("fma.rn." T2 " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  asm("sub." T2 " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+__device__ __forceinline__ u32 zero_of(const char* smem, int stage, int g, int row) {
+  return (HAS_ZEROS ? ((const u8*)smem + Z_AT + stage * Z_BYTES + g * ROWS)[row] : MIDDLE) * 0x00010001u;
+}
+
 
 // What unpacks a row of a group. Codes of even slices of a word stand in bits 0..3 of its halves, of odd slices in bits
 // 4..7; a shift by 8 brings the second two there.
@@ -52,7 +57,7 @@ __device__ __forceinline__ void unpack(u32 (&a)[8], const uint4& top_words, cons
     const u32 zero = j % 2 ? row.odd : row.even, scale = j % 2 ? row.scale_odd : row.scale_even;
     const u32 field = (j < 2 ? words[i] : words[i] >> 8) & (j % 2 ? 0x00F000F0u : 0x000F000Fu);
 #if HALF
-    a[i] = mul2(fma2(field | MAGIC, j % 2 ? 0x2C002C00u : 0x3C003C00u, zero), scale);
+    a[i] = mul2(fma2(field | 0x64006400u, j % 2 ? 0x2C002C00u : 0x3C003C00u, zero), scale);
 #else
     a[i] = HAS_ZEROS ? mul2(sub2(field, zero), scale) : fma2(field, scale, zero);
 #endif
@@ -66,72 +71,101 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap* x, int channel
       ::"r"(to), "l"(x), "r"(channel), "r"(token), "r"(bar) : "memory");
 }
 
-// Where a producer is. It does not divide from unit to unit: a thread alone would take longer than the multipliers.
-struct Walk {
-  int tile, step, stage, parity;
-};
-__device__ __forceinline__ Walk begin_walk(const Problem& p) {
-  return {p.begin / p.steps, p.begin % p.steps, 0, 1};
-}
-__device__ __forceinline__ bool next_unit(const Problem& p, Walk& at) {  // whether another tile begins
-  if (++at.stage == STAGES) {
-    at.stage = 0;
-    at.parity ^= 1;
-  }
-  if (++at.step < p.steps) return false;
-  at.step = 0;
-  at.tile++;
-  return true;
-}
-
-// One thread. Depends on no kernel before this one.
-__device__ __forceinline__ void bring_weights(const Problem& p, char* smem, u32 full, u32 empty) {
-  Walk at = begin_walk(p);
-  const int group_steps = max(p.group / 128, 1);
-  int block, rows, group, step_of_group;
-  const auto begin_tile = [&]() {
-    block = at.tile / p.tiles_m * TILES;
-    rows = min(ROWS, p.N - block * 64);
-    group = at.step / group_steps;
-    step_of_group = at.step % group_steps;
-  };
-  begin_tile();
-  for (int u = p.begin; u < p.end; u++) {
-    barrier_wait(empty + 8 * at.stage, at.parity);
-    const u32 bar = full + 8 * at.stage, w_to = shared_address(smem + W_AT + at.stage * W_BYTES);
-    const u32 s_to = shared_address(smem + S_AT + at.stage * S_BYTES);
-    const u32 z_to = shared_address(smem + Z_AT + at.stage * Z_BYTES);
-    const int blocks = (rows + 63) / 64;
-    barrier_expect(bar, X_BYTES + blocks * 4096 + GROUPS * rows * (SCALE_BYTES + HAS_ZEROS));
-    const char* from = p.packed + ((long long)block * p.steps + at.step) * 4096;
-    for (int i = 0; i < blocks; i++, from += (long long)p.steps * 4096) copy_bulk(w_to + i * 4096, from, 4096, bar);
-#pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-      const long long first = (long long)min(group * GROUPS + g, p.groups - 1) * p.N + block * 64;
-      copy_bulk(s_to + g * ROWS * SCALE_BYTES, p.scales + first * SCALE_BYTES, rows * SCALE_BYTES, bar);
-      if (HAS_ZEROS) copy_bulk(z_to + g * ROWS, p.zeros + first, rows, bar);
-    }
-    if (++step_of_group == group_steps) {
-      step_of_group = 0;
-      group++;
-    }
-    if (next_unit(p, at)) begin_tile();
-  }
-}
-
 // One thread.
 __device__ __forceinline__ void bring_activations(const Problem& p, const TensorMap* x, char* smem, u32 full,
                                                   u32 empty) {
-  Walk at = begin_walk(p);
-  int token = at.tile % p.tiles_m * BM;
+  int tile = p.begin / p.steps, step = p.begin % p.steps, token = tile % p.tiles_m * BM, stage = 0, parity = 1;
   wait_for_kernel_before();
   for (int u = p.begin; u < p.end; u++) {
-    barrier_wait(empty + 8 * at.stage, at.parity);
-    const u32 to = shared_address(smem + at.stage * X_BYTES), bar = full + 8 * at.stage;
-    copy_box(to, x, at.step * 128, token, bar);
-    copy_box(to + BM * 128, x, at.step * 128 + 64, token, bar);
-    if (next_unit(p, at)) token = at.tile % p.tiles_m * BM;
+    barrier_wait(empty + 8 * stage, parity);
+    const u32 to = shared_address(smem + stage * X_BYTES), bar = full + 8 * stage;
+    copy_box(to, x, step * 128, token, bar);
+    copy_box(to + BM * 128, x, step * 128 + 64, token, bar);
+    if (++step == p.steps) {
+      step = 0;
+      token = ++tile % p.tiles_m * BM;
+    }
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
   }
+}
+
+__device__ __forceinline__ void store_piece(const Problem& p, int tile, int piece, float4 sum) {
+  const int block = tile / p.tiles_m * TILES + threadIdx.x / 128 * SUB + piece / (BM / 8);
+  store_block(sum, p.bias, p.out, tile % p.tiles_m * BM + piece % (BM / 8) * 8, block * 64 + threadIdx.x % 128 / 32 * 16,
+              p.M, p.N);
+}
+
+// Programs of a shared tile in its counter: how many have written (bits 0 to 7), are done (8 to 15), which have left.
+constexpr u32 ONE_DONE = 1 << 8, ONE_LEFT = 1 << 16;
+constexpr long long PATIENCE = 200000;  // clocks, 0.1 ms
+
+// The shares that this program shall add, a bit each; none when it has left its own to the last one that writes. Who
+// waits keeps its place: programs of many streams, each waiting for others of its launch, could keep all places for ever.
+__device__ __forceinline__ u32 claim_shares(u32* counter, int count, int mine) {
+  u32 state, shares = 1u << mine;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(state) : "l"(counter) : "memory");
+  if ((state & 255) == count - 1) {
+    shares |= state >> 16;
+  } else {
+    const long long begin = clock64();
+    do asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(state) : "l"(counter) : "memory");
+    while ((state & 255) < count && clock64() - begin < PATIENCE);
+    if ((state & 255) < count) {
+      asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(state) : "l"(counter), "r"(ONE_LEFT << mine)
+                   : "memory");
+      if ((state & 255) < count) return 0;
+    }
+  }
+  const int done = __popc(shares);
+  if ((atomicAdd(counter, done * ONE_DONE) >> 8 & 255) + done == count) *counter = 0;  // nobody looks any more
+  return shares;
+}
+
+// Every `count`th piece of a tile, summed over the programs from `first` on.
+__device__ __forceinline__ void add_share(const Problem& p, int tile, int first, int count, int share) {
+  const int warpgroup = threadIdx.x / 128;
+  constexpr int PIECES_AT_ONCE = PIECES < 4 ? PIECES : 4;  // pieces, for enough loads under way
+  const int shift = warpgroup * PIECES % count;      // evens out what the warpgroups do
+  for (int i = (share + shift) % count; i < PIECES; i += PIECES_AT_ONCE * count) {
+    float4 sum[PIECES_AT_ONCE];
+#pragma unroll
+    for (int q = 0; q < PIECES_AT_ONCE; q++) sum[q] = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+    for (int program = first; program < first + count; program++)
+#pragma unroll
+      for (int q = 0; q < PIECES_AT_ONCE; q++)
+        if (i + q * count < PIECES) add(sum[q], __ldcg(part_of(p, program, false) + (i + q * count) * 128));
+#pragma unroll
+    for (int q = 0; q < PIECES_AT_ONCE; q++)
+      if (i + q * count < PIECES) store_piece(p, tile, i + q * count, sum[q]);
+  }
+}
+
+// Where every tile has as many programs, all done at the same time, each adds a share of the pieces.
+__device__ __forceinline__ void share_tile(const Problem& p, int tile, const float (&acc)[SUB][BM / 2]) {
+  __shared__ u32 claimed[WARPGROUPS];
+  const int warpgroup = threadIdx.x / 128, count = p.steps * gridDim.x / p.units, first = tile * count;
+#pragma unroll
+  for (int i = 0; i < PIECES; i++) __stcg(part_of(p, blockIdx.x, false) + i * 128, piece_of(acc, i));
+  sync_warpgroup();
+  if (threadIdx.x % 128 == 0)
+    claimed[warpgroup] = claim_shares((u32*)p.counters + first * WARPGROUPS + warpgroup, count, blockIdx.x - first);
+  sync_warpgroup();
+  for (u32 shares = claimed[warpgroup]; shares; shares &= shares - 1) add_share(p, tile, first, count, __ffs(shares) - 1);
+}
+
+// After a program's last step of a tile.
+__device__ __forceinline__ void end_tile(const Problem& p, int tile, int k_begin, char* smem, float (&acc)[SUB][BM / 2]) {
+  const int tiles = p.units / p.steps;
+  if (CLUSTER > 1)
+    sum_cluster(p, tile, smem, acc);
+  else if (gridDim.x > tiles && gridDim.x % tiles == 0)
+    share_tile(p, tile, acc);
+  else
+    sum_tile(p, tile, k_begin, smem, acc);
 }
 
 __device__ __forceinline__ void multiply(const Problem& p, char* smem, u32 full, u32 empty) {
@@ -218,12 +252,15 @@ __device__ __forceinline__ void multiply(const Problem& p, char* smem, u32 full,
     wgmma_wait<0>();
     if (lane == 0) barrier_arrive(empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
     wait_for_kernel_before();
-    end_tile(p, tile, k_begin, acc);
+    end_tile(p, tile, k_begin, smem, acc);
     u += k_end - k_begin;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#define SET_REGISTERS(direction, count) \
+  if (count) asm volatile("setmaxnreg." direction ".sync.aligned.u32 %0;" ::"n"(count ? count : 24))
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     w4a16_hopper(const __grid_constant__ TensorMap x, const char* packed, const char* scales, const u8* zeros,
                  const u16* bias, u16* out, float4* partial, int* counters, int M, int N, int K, int group,
                  int groups) {
@@ -237,8 +274,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   begin_barriers(full, empty, 1);
   if (threadIdx.x >= MULTIPLIERS) {
     SET_REGISTERS("dec", PRODUCE_REGISTERS);
-    if (threadIdx.x == MULTIPLIERS) bring_weights(p, smem, full, empty);
+    if (threadIdx.x == MULTIPLIERS) produce_weights(p, smem, full, empty);
     if (threadIdx.x == MULTIPLIERS + 32) bring_activations(p, &x, smem, full, empty);
+    pass_cluster();
   } else {
     SET_REGISTERS("inc", REGISTERS);
     multiply(p, smem, full, empty);

@@ -16,9 +16,7 @@ from hf_paged.kernels.packed_linear import lock_count, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, pack_codes, packed_linear_reference
 from hf_paged.kernels.w4a16_hopper import (
     MAX_HOPPER_ROWS,
-    MAX_PROGRAMS,
     SHAPES,
-    FewShape,
     HopperTiles,
     Variant,
     choose_hopper_tiles,
@@ -72,13 +70,11 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
 
 
 def all_tiles() -> list[HopperTiles]:
-    """Every tile: one program for all, tiles shared unevenly by a few, and by as many as an H200 has; every cluster."""
+    """Every tile: one program for all, tiles shared unevenly by a few, and by as many as an H200 has; its clusters."""
     tiles = []
     for shape in SHAPES:
-        if isinstance(shape, FewShape) and shape.clusters:
-            tiles += [replace(shape.tiles, cluster=cluster, programs=10_000) for cluster in shape.clusters]
-        else:
-            tiles += [replace(shape.tiles, programs=programs) for programs in (1, 5, 132)]
+        tiles += [replace(shape.tiles, cluster=cluster, programs=10_000) for cluster in shape.clusters]
+        tiles += [replace(shape.tiles, programs=programs) for programs in (1, 5, 132)]
     return tiles
 
 
@@ -113,9 +109,8 @@ def test_a_launch_has_work_for_every_program_and_a_lock_for_each() -> None:
     ):
         tiles = choose_hopper_tiles(m, n, k, 132)
         blocks, steps = tiles.blocks(m, n), -(-k // 128)
-        most = min(132, blocks * min(steps, MAX_PROGRAMS)) if tiles.many else min(132 * tiles.resident, blocks * steps)
-        assert 1 <= tiles.programs <= most
-        assert (tiles.programs if tiles.many else blocks) * tiles.warpgroups <= lock_count(n)
+        assert 1 <= tiles.programs <= min(132 * tiles.resident, blocks * steps)
+        assert tiles.programs * tiles.warpgroups <= lock_count(n)
         assert tiles.cluster == 1 or tiles.programs == blocks * tiles.cluster
 
 
@@ -170,6 +165,30 @@ def test_every_tile_split_and_number_of_programs_gives_the_product(tiles: Hopper
         assert_close(result, packed_linear_reference(x, packed, None))
         assert not locks.any()
         assert torch.equal(result, w4a16_hopper(x, packed, None, locks, here))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [8, 32])
+@pytest.mark.parametrize("dtype", STEP)
+def test_zero_points_from_0_to_16_are_exact(m: int, dtype: torch.dtype) -> None:
+    """16 is what a zero point of 15 becomes in files that store it less one."""
+    packed = weight(1008, 1504, zeros=True)
+    assert packed.zeros is not None
+    packed.zeros.copy_(torch.arange(packed.zeros.numel()).reshape(packed.zeros.shape) % 17)
+    x, locks = activations(m, 1504, dtype), torch.zeros(lock_count(1008), dtype=torch.int32, device="cuda")
+    assert_close(packed_linear(x, packed, None, locks), packed_linear_reference(x, packed, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [8, 32])
+@pytest.mark.parametrize(("low", "high"), [(1e-7, 1e-5), (1e3, 6e4), (1e-20, 1e-18), (1e8, 1e10)])
+def test_scales_of_any_size_survive_unpacking(m: int, low: float, high: float) -> None:
+    """bf16 holds them times a power of two on the way, and weights that are as much too small."""
+    packed = weight(1008, 1504, scales=torch.float16 if low >= 2**-24 and high < 65504 else torch.float32)
+    share = torch.rand(packed.scales.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    packed.scales.copy_(low * (high / low) ** share)
+    x, locks = activations(m, 1504, torch.bfloat16), torch.zeros(lock_count(1008), dtype=torch.int32, device="cuda")
+    assert_close(packed_linear(x, packed, None, locks), packed_linear_reference(x, packed, None))
 
 
 @pytest.mark.gpu

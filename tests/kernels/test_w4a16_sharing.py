@@ -1,10 +1,11 @@
-"""Products of the Hopper kernels whose programs share tiles: they must end, and give the same bits, whatever else runs
-on the GPU.
+"""Products of the Hopper kernels whose programs share tiles: they must end, and give the same bits, whenever their
+programs get places.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,20 +17,22 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from hf_paged.kernels.cuda_kernel import CudaKernel
-from hf_paged.kernels.packed_weight import PackedWeight, packed_shape
-from hf_paged.kernels.w4a16_hopper import MAX_PROGRAMS, SHAPES, HopperTiles, w4a16_hopper
+from hf_paged.kernels.packed_linear import lock_count
+from hf_paged.kernels.packed_weight import PackedWeight, packed_linear_reference, packed_shape
+from hf_paged.kernels.w4a16_hopper import MAX_CLUSTER, MAX_PROGRAMS, SHAPES, HopperTiles, w4a16_hopper
 
 STREAMS = 24  # half of them of high priority
+ROUNDS = 8
 SECONDS = 60.0  # the work takes milliseconds, what it is compared with a few seconds
-HELD_MILLISECONDS = 30
 N, K = 1024, 4096
+STEP = 2**-7  # of bf16 and the largest output: see test_w4a16_hopper.py
 
 HOLD = """
-extern "C" __global__ void hold(int milliseconds) {
+extern "C" __global__ void hold(int microseconds) {
   unsigned long long begin, now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
   do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  while (now - begin < milliseconds * 1000000ull);
+  while (now - begin < microseconds * 1000ull);
 }
 """
 
@@ -49,14 +52,13 @@ def random_weight() -> PackedWeight:
 
 
 def shared_launches(many: bool, m: int) -> list[HopperTiles]:
-    """Every tile shared by a cluster or by as many programs as there may be, and unevenly."""
+    """Every tile shared by a cluster, by many programs evenly and unevenly, and by two and more."""
     launches = []
     for tiles in (shape.tiles for shape in SHAPES if shape.tiles.many == many and shape.tiles.block_m >= m):
         blocks = tiles.blocks(m, N)
-        counts = (blocks * MAX_PROGRAMS, blocks * MAX_PROGRAMS - 5)
+        counts = (MAX_PROGRAMS * blocks, MAX_PROGRAMS * blocks - 5, 2 * blocks + 1)
         launches += [replace(tiles, programs=min(count, 132 * tiles.resident)) for count in counts]
-        if not many:
-            launches.append(replace(tiles, cluster=8, programs=blocks * 8))
+        launches.append(replace(tiles, cluster=MAX_CLUSTER, programs=MAX_CLUSTER * blocks))
     return launches
 
 
@@ -65,7 +67,7 @@ class Streamed:
 
     def __init__(self, x: Tensor, weight: PackedWeight, launches: list[HopperTiles], priority: int) -> None:
         self.stream, self.done = torch.cuda.Stream(priority=priority), torch.cuda.Event()
-        self.locks = torch.zeros(512, dtype=torch.int32, device="cuda")
+        self.locks = torch.zeros(lock_count(N), dtype=torch.int32, device="cuda")
         for tiles in launches:  # compiled before anything is captured
             w4a16_hopper(x, weight, None, self.locks, tiles)
         torch.cuda.synchronize()
@@ -79,8 +81,8 @@ class Streamed:
             self.done.record()
 
 
-def run(many: bool, free: int) -> None:
-    """Streams of products beside a kernel that leaves them `free` multiprocessors for a while."""
+def run(many: bool) -> None:
+    """Streams of products beside kernels that hold most multiprocessors for a random while."""
     properties = torch.cuda.get_device_properties(0)
     # all shared memory of a multiprocessor: nothing else runs there meanwhile
     holder = CudaKernel(HOLD, "hold", "sm_90a", properties.shared_memory_per_block_optin)
@@ -89,23 +91,33 @@ def run(many: bool, free: int) -> None:
     streams = [Streamed(x, weight, launches, priority=-(i % 2)) for i in range(STREAMS)]
     streams[0].start()
     torch.cuda.synchronize()
-    expected = [result.clone() for result in streams[0].results]
-    held = torch.cuda.Stream(priority=-1)
+    defined = packed_linear_reference(x, weight, None).float()
+    alone = [result.clone() for result in streams[0].results]
+    far = [
+        tiles for tiles, result in zip(launches, alone) if (result - defined).abs().max() >= STEP * defined.abs().max()
+    ]
+    assert not far, far
+    held, choose = torch.cuda.Stream(priority=-1), random.Random(0)
     print("ready", flush=True)
-    for _ in range(3):
-        with torch.cuda.stream(held):
-            holder.launch(properties.multi_processor_count - free, 32, [HELD_MILLISECONDS])
+    for _ in range(ROUNDS):
+        for result in (result for streamed in streams for result in streamed.results):
+            result.fill_(float("nan"))
+        torch.cuda.synchronize()
         for streamed in streams:
+            with torch.cuda.stream(held):
+                free = choose.choice((1, 1, 32))
+                holder.launch(properties.multi_processor_count - free, 32, [choose.choice((5, 100, 1000))])
             streamed.start()
         torch.cuda.synchronize()
-    for streamed in streams:
-        assert all(map(torch.equal, streamed.results, expected))
-        assert not streamed.locks.any()
+        for streamed in streams:
+            other = [tiles for tiles, *two in zip(launches, streamed.results, alone) if not torch.equal(*two)]
+            assert not other, other
+            assert not streamed.locks.any()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["few", "many"])
-def test_products_that_share_tiles_end_beside_each_other_and_a_kernel_that_holds_the_gpu(kernel: str) -> None:
+def test_products_that_share_tiles_give_the_same_bits_and_end_whenever_their_programs_run(kernel: str) -> None:
     """A program that waits keeps its place: were all places kept by such, nothing would ever run again. In a process of
     its own, which can be ended then.
     """
@@ -124,5 +136,4 @@ def test_products_that_share_tiles_end_beside_each_other_and_a_kernel_that_holds
 
 
 if __name__ == "__main__":
-    for left in (32, 1):
-        run(sys.argv[1] == "many", left)
+    run(sys.argv[1] == "many")
