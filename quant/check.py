@@ -64,7 +64,8 @@ def check_order(model: nn.Module, failed: Container[str] = ()) -> list[str]:
     broken: list[tuple[str, bool]] = []
     for name, module in model.named_modules():
         suffix = _index_name(module)
-        if isinstance(module, PackedLinear) and suffix and name not in failed:
+        # an expert that no calibration text was routed to is rounded in the natural order
+        if isinstance(module, PackedLinear) and suffix and name not in failed and ".experts." not in name:
             promised = module.layout.act_order
             if promised == (module.perm is not None):
                 keep[promised] += 1

@@ -240,9 +240,11 @@ class Planner:
             raise ValueError(f"tensor {name}.weight: quantization_config says integers, found {found['weight']}")
         block, activations = config.fp8_block(label_name), config.quantizes_activations(label_name)
         layout = identify_fp8(name, found, k, n, block=block, quantize_activations=activations)
-        grid = None if n <= block[0] and k <= block[1] else config.fp8_grain(label_name)  # one block is one scale
+        promised = config.fp8_grain(label_name)
+        if promised == "one scale for {} x {} weights".format(*block) and n <= block[0] and k <= block[1]:
+            promised = None  # one block is one scale
         self.scales["fp8"].append(self.file_name[f"{name}.{layout.scale_name}"])
-        self.promises.note(f"{name}.{layout.scale_name}", grid, grain(layout))
+        self.promises.note(f"{name}.{layout.scale_name}", promised, grain(layout))
         static = "a scale of the activations" if config.static_activations(label_name) else None
         self.promises.note(
             f"{name}.input_scale", static, "a scale of the activations" if layout.static_name else "none"

@@ -134,6 +134,19 @@ def test_fp8_tensors_of_zeros_are_named(part: str, tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_one_fp8_scale_among_scales_of_channels_is_told(tmp_path: Path) -> None:
+    write_fp8_model(tiny_model("llama"), tmp_path, "channel")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["g"]["weights"]["strategy"] = "channel"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load(tmp_path)
+    _damage(tmp_path, lambda state: state.update({f"{LAYER}.weight_scale": state[f"{LAYER}.weight_scale"][:1]}))
+    with pytest.raises(
+        ValueError, match=rf"tensor {LAYER}.weight_scale: expected one scale for each .* found one scale"
+    ):
+        load(tmp_path)
+
+
 def test_zero_points_that_a_file_lost_altogether_are_missed(tmp_path: Path) -> None:
     """compressed-tensors leaves those out that are all 0: few can be, not those of every channel."""
     write_model(tiny_model("llama"), tmp_path, Cell(kind="int8", bits=8))
