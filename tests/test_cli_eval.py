@@ -81,6 +81,17 @@ def test_formats_come_in_lists_and_a_pair_is_one_format() -> None:
     assert support.formats_of(["int8, int8"], "auto") == ["int8"]
 
 
+def test_recent_adds_each_quantized_format_with_its_current_block_in_16_bits(model_path: Path, text_path: Path) -> None:
+    """Two formats of one name and other figures would be taken for noise; chunks of 70 tokens are cut at blocks."""
+    options = ("--text", text_path, "--window", 100, "--max-windows", 1, "--chunk", 70)
+    formats = ("--kv-cache-dtype", "int4", "--kv-scales", "off", "--recent", "--dtype", "float32")
+    done = run("divergence", model_path, *options, *formats, "--json")
+    plain, recent = json.loads(done.stdout)["results"]
+    assert (plain["kv_recent_block"], recent["kv_recent_block"]) == (False, True)
+    assert recent["bytes_per_token"] == plain["bytes_per_token"] and recent["mean_kl"] < 0.7 * plain["mean_kl"]
+    assert "recent block" in run("perplexity", model_path, *options, *formats).stdout
+
+
 def test_naive_adds_each_quantized_format_without_smoothing(model_path: Path, text_path: Path) -> None:
     options = ("--text", text_path, "--window", 64, "--max-windows", 1, "--kv-cache-dtype", "auto,int8", "--naive")
     rows = json.loads(run("perplexity", model_path, *options, "--json").stdout)["results"]
