@@ -6,6 +6,7 @@ instead of ten.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class FoldedLayer:
         self._attention = attention
         self._qkv, self._output = attention.projections, attention.output
         self._gate_up, self._down = mlp.projections, mlp.down
-        self._mlp_norm, self._next_norm = mlp_norm, next_norm
+        self._mlp_norm, self._next_norm, self._down_places = mlp_norm, next_norm, mlp.down_places
 
     @classmethod
     def of(
@@ -43,7 +44,7 @@ class FoldedLayer:
         fused, fused_mlp = vars(attention).get("forward"), vars(mlp).get("forward")
         if not (isinstance(fused, FusedAttention) and isinstance(fused_mlp, FusedMLP)):
             return None
-        if not (_plain(input_norm) and _plain(mlp_norm)) or fused.interleaved_heads:
+        if input_norm is None or mlp_norm is None or fused.interleaved_heads:
             return None
         if fused_mlp.activation != "silu" or not fused_mlp.gate_first:
             return None
@@ -52,7 +53,9 @@ class FoldedLayer:
         weights = [_weight(part) for part in (fused.projections, fused.output, fused_mlp.projections, fused_mlp.down)]
         if not all(weight is not None and can_fold(hidden[0], weight) for weight in weights):
             return None
-        folded = cls(fused, fused_mlp, mlp_norm, next_norm if _plain(next_norm) else None)
+        if input_norm.order is not fused.projections.order or mlp_norm.order is not fused_mlp.projections.order:
+            return None
+        folded = cls(fused, fused_mlp, mlp_norm, next_norm)
         return folded if folded._gate_up.bias is None and folded._gate_up.weight.out_features % 128 == 0 else None
 
     def __call__(
@@ -64,16 +67,14 @@ class FoldedLayer:
         attended = self._attention.attend(heads, context, kwargs).flatten(1)
         total, open_norm = folded_sum(attended, *self._output.operands, hidden[0], self._mlp_norm)
         assert open_norm is not None
-        gated = folded_linear(open_norm, *self._gate_up.operands, gated=True)
-        total, open_norm = folded_sum(gated, *self._down.operands, total, self._next_norm)
+        gated = folded_linear(open_norm, *self._gate_up.operands, gated=True, places=self._down_places)
+        down, bias, locks = self._down.operands
+        down = down if self._down_places is None else replace(down, perm=None)
+        total, open_norm = folded_sum(gated, down, bias, locks, total, self._next_norm)
         result = total.unsqueeze(0)
         if open_norm is not None:
             context.carried = (result, open_norm)
         return result
-
-
-def _plain(norm: RMSNorm | None) -> bool:
-    return norm is not None and norm.order is None
 
 
 def _watched(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from hf_paged.fused_modules import FusedAttention, FusedMLP, RotaryContext, firs
 from hf_paged.kernels.folded_linear import OpenNorm
 from hf_paged.kernels.fused_ops import add_rms_norm, rms_norm
 from hf_paged.kernels.reference_fused import RMSNorm
+from hf_paged.quant.joined_packed import inverse
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,9 +73,13 @@ class FusedLayer:
         """Let the norms write channels as the act-order weights behind them read them: nothing is left to gather."""
         attention, mlp = (vars(module).get("forward") for module in (self.attention, self.mlp))
         if self.input_norm is not None and isinstance(attention, FusedAttention):
-            self.input_norm = replace(self.input_norm, order=attention.projections.order)
+            self.input_norm = _in_order(self.input_norm, attention.projections.order)
         if self.mlp_norm is not None and isinstance(mlp, FusedMLP):
-            self.mlp_norm = replace(self.mlp_norm, order=mlp.projections.order)
+            self.mlp_norm = _in_order(self.mlp_norm, mlp.projections.order)
+
+
+def _in_order(norm: RMSNorm, order: Tensor | None) -> RMSNorm:
+    return norm if order is None else replace(norm, order=order, places=inverse(order))
 
 
 def _ordered(norm: RMSNorm | None) -> dict[str, bool]:

@@ -102,6 +102,7 @@ class FusedMLP:
     activation: str
     down: nn.Module
     down_order: Tensor | None  # of the channels that `down` reads, if it has one
+    down_places: Tensor | None  # the inverse of it
 
     def __call__(self, x: Tensor, *, ordered: bool = False) -> Tensor:
         """`ordered`: the channels of `x` lie in the order of the projections."""

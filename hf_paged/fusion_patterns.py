@@ -18,7 +18,7 @@ from hf_paged.fused_modules import FusedAttention, FusedMLP, FusedRotary, first_
 from hf_paged.joined_linear import Projections, SplitLinear, join, wrapped
 from hf_paged.kernels import reference_fused
 from hf_paged.kernels.reference_fused import ACTIVATIONS, RMSNorm, Rope
-from hf_paged.quant.joined_packed import input_order
+from hf_paged.quant.joined_packed import input_order, inverse
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_SIZE = 32768  # largest row of the norm kernel
@@ -153,12 +153,14 @@ def recognise_mlp(call: TracedCall, shared: set[int]) -> tuple[FusedMLP, str | N
         projections = SplitLinear(inputs[0].module, [part.shape[-1] for part in parts])
     else:
         projections, reason = join([child.module for child in inputs], shared)
+    order = None if wrapped(down.module) else input_order([down.module])
     fused = FusedMLP(
         projections=projections,
         gate_first=position[0] == 0,
         activation=kind,
         down=down.module,
-        down_order=None if wrapped(down.module) else input_order([down.module]),
+        down_order=order,
+        down_places=None if order is None else inverse(order),
     )
     return fused, reason
 

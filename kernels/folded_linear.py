@@ -9,7 +9,7 @@ hidden state times the weight; the norm itself never is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ _RUN = 16  # channels whose squares are summed
 class OpenNorm:
     """An RMSNorm whose factor is left to the product that reads it: norm(h) = rows / sqrt(mean(h^2) + eps)."""
 
-    rows: Tensor  # [M, K] bf16, h times the norm's weight
+    rows: Tensor  # [M, K] bf16, h times the norm's weight, channels in the norm's order
     squares: Tensor  # [M, K / 16] fp32, sums of h^2
     eps: float
 
@@ -39,21 +39,28 @@ class OpenNorm:
 def open_norm_reference(hidden: Tensor, norm: RMSNorm) -> OpenNorm:
     """The definition of what a product leaves of `hidden` `[M, N]` for the next one."""
     rows = (hidden.float() * (norm.weight.float() + norm.offset)).to(hidden.dtype)
+    rows = rows if norm.order is None else rows.index_select(-1, norm.order)
     return OpenNorm(rows=rows, squares=hidden.float().square().unflatten(1, (-1, _RUN)).sum(-1), eps=norm.eps)
 
 
 def folded_linear_reference(
-    x: Tensor | OpenNorm, weight: PackedWeight, bias: Tensor | None, *, gated: bool = False
+    x: Tensor | OpenNorm,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    *,
+    gated: bool = False,
+    places: Tensor | None = None,
 ) -> Tensor:
     """The definition of `folded_linear`."""
     rows = x.rows if isinstance(x, OpenNorm) else x
-    out = packed_linear_reference(rows.float(), weight, None)
+    out = packed_linear_reference(rows.float(), replace(weight, perm=None), None)
     out = out * x.factors if isinstance(x, OpenNorm) else out
     out = (out if bias is None else out + bias.float()).to(rows.dtype)
     if not gated:
         return out
     gate, up = out.chunk(2, -1)
-    return torch.nn.functional.silu(gate.float()).to(rows.dtype) * up
+    out = torch.nn.functional.silu(gate.float()).to(rows.dtype) * up
+    return out if places is None else torch.empty_like(out).index_copy_(1, places.long(), out)
 
 
 def folded_sum_reference(
@@ -70,25 +77,34 @@ def can_fold(x: Tensor, weight: PackedWeight) -> bool:
         return False
     from hf_paged.kernels.w4a16_hopper import fits_hopper  # Triton exists on Linux only
 
-    return weight.perm is None and weight.in_features % 64 == 0 and fits_hopper(x, weight)
+    return weight.in_features % 64 == 0 and fits_hopper(x, weight)
 
 
 def folded_linear(
-    x: Tensor | OpenNorm, weight: PackedWeight, bias: Tensor | None, locks: Tensor, *, gated: bool = False
+    x: Tensor | OpenNorm,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    locks: Tensor,
+    *,
+    gated: bool = False,
+    places: Tensor | None = None,
 ) -> Tensor:
     """`[M, K]` -> `[M, N]`, or with `gated` (no bias, halves of whole 64s) silu of the first half times the second.
 
-    `can_fold` and `locks` as for `packed_linear`.
+    Channels of `x` lie in the weight's order; with `gated` channel i of the result comes to `places[i]`. `locks` as
+    for `packed_linear`.
     """
     from hf_paged.kernels.w4a16_hopper import Ends, choose_hopper_tiles, w4a16_hopper
 
     assert not gated or (bias is None and weight.out_features % 128 == 0), weight.out_features
     normed = isinstance(x, OpenNorm)
     rows, squares = (x.rows, x.squares) if isinstance(x, OpenNorm) else (x, None)
-    ends = Ends(normed=normed, eps=x.eps if isinstance(x, OpenNorm) else 0.0, gated=gated)
+    eps = x.eps if isinstance(x, OpenNorm) else 0.0
+    ends = Ends(normed=normed, eps=eps, gated=gated, ordered=places is not None)
+    weight = replace(weight, perm=None)
     shape = (rows.shape[0], weight.out_features, weight.in_features, multiprocessors(rows.device.index or 0))
     tiles = choose_hopper_tiles(*shape, gated=gated)
-    return w4a16_hopper(rows.contiguous(), weight, bias, locks, tiles, ends, (squares, None, None, None, None))
+    return w4a16_hopper(rows.contiguous(), weight, bias, locks, tiles, ends, (squares, None, None, None, None, places))
 
 
 def folded_sum(
@@ -101,13 +117,13 @@ def folded_sum(
     x, residual = x.contiguous(), residual.contiguous()
     tiles = choose_hopper_tiles(m, n, weight.in_features, multiprocessors(x.device.index or 0))
     if norm is None:
-        only = (None, residual, None, None, None)
+        only = (None, residual, None, None, None, None)
         return w4a16_hopper(x, weight, bias, locks, tiles, Ends(adds=1), only), None
     open_norm = OpenNorm(
         rows=torch.empty_like(residual),
         squares=torch.empty((m, n // _RUN), dtype=torch.float32, device=x.device),
         eps=norm.eps,
     )
-    beside = (None, residual, norm.weight, open_norm.rows, open_norm.squares)
-    ends = Ends(adds=2, offset=norm.offset)
+    beside = (None, residual, norm.weight, open_norm.rows, open_norm.squares, norm.places)
+    ends = Ends(adds=2, offset=norm.offset, ordered=norm.places is not None)
     return w4a16_hopper(x, weight, bias, locks, tiles, ends, beside), open_norm

@@ -38,6 +38,7 @@ class RMSNorm:
     offset: float
     cast_first: bool
     order: Tensor | None = None  # [N] int32: channel i of the result is channel order[i]; None: as they come
+    places: Tensor | None = None  # [N] int32, the inverse of `order`: channel i of the input goes to places[i]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,6 +119,7 @@ struct Problem {
   const u16* norm;        // [N] with ADDS 2, as the next two
   u16* rows;              // [M, N]
   float* new_squares;     // [M, N / 16]
+  const int* places;      // with ORDERED, where channels of `rows`, or of the gated output, come to lie
 };
 
 __device__ __forceinline__ int first_unit(int program, int units) {

@@ -79,6 +79,7 @@ class Ends:
     gated: bool = False  # the output is silu(first half) * second half
     adds: int = 0  # 1: to a residual; 2: and makes the rows of the next norm
     offset: float = 0.0  # of that norm's weight
+    ordered: bool = False  # what the next product reads lies in its order of channels
 
     @property
     def parts(self) -> int:
@@ -292,7 +293,7 @@ def w4a16_hopper(
     locks: Tensor,
     tiles: HopperTiles,
     ends: Ends = Ends(),
-    beside: Sequence[Tensor | None] = (None,) * 5,
+    beside: Sequence[Tensor | None] = (None,) * 6,
 ) -> Tensor:
     """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per program and
     warpgroup. `beside`: what `ends` reads and writes, as the kernel of few tokens takes it.
@@ -391,6 +392,7 @@ def source(variant: Variant) -> str:
         "GATED": int(variant.ends.gated),
         "ADDS": variant.ends.adds,
         "OFFSET": f"{variant.ends.offset:e}f",
+        "ORDERED": int(variant.ends.ordered),
     }
     here = Path(__file__)
     parts = ("", "_ends", "_sums", "_many" if tiles.many else "_few")

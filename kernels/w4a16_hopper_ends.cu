@@ -3,6 +3,7 @@
 //   NORMED     its rows lack their factor 1 / sqrt(mean of squares + EPS): outputs are multiplied by it
 //   GATED      tiles hold blocks of gate and of up alternately, and the output is silu(gate) * up
 //   ADDS       1: the output is added to a residual. 2: and multiplied by the next norm's weight + OFFSET, beside it
+//   ORDERED    what the next product reads lies in that one's order of channels (act-order)
 __device__ __forceinline__ float bias_of(const u16* bias, int n, int N) {
   if (bias == nullptr || n >= N) return 0.0f;
   return HALF ? half_to_float(bias[n]) : bf16_to_float(bias[n]);
@@ -35,9 +36,10 @@ __device__ __forceinline__ float gated(float gate, float up) {
 __device__ __forceinline__ float low(u32 word) { return HALF ? half_to_float((u16)word) : bf16_to_float((u16)word); }
 __device__ __forceinline__ float high(u32 word) { return low(word >> 16); }
 
-// What is added to a lane's outputs, two of one token at a time, and the next norm's weights of them.
+// What is added to a lane's outputs, two of one token at a time, the next norm's weights of them, and their places.
 struct Beside {
   u32 residual[2], norm[2];
+  int2 places[2];
 };
 
 // The outputs `n` to n + 15 of tokens `m` to m + 7, as `store_block` deals them out.
@@ -48,12 +50,24 @@ __device__ __forceinline__ Beside beside_of(const Problem& p, int m, int n) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int row = (n + 8 * h + lane / 4) & ~1;
-    if (m < p.M && row < p.N) {
+    if (m < p.M && row < p.N / PARTS) {
+      if (ORDERED) beside.places[h] = *(const int2*)(p.places + row);
+      if (!ADDS) continue;
       beside.residual[h] = *(const u32*)(p.residual + (long long)m * p.N + row);
       if (ADDS == 2) beside.norm[h] = *(const u32*)(p.norm + row);
     }
   }
   return beside;
+}
+
+// Two neighbouring channels of a token, for the product behind: each at its place, if they have one.
+__device__ __forceinline__ void store_channels(u16* rows, int row, u32 word, int2 places) {
+  if (ORDERED) {
+    rows[places.x] = (u16)word;
+    rows[places.y] = (u16)(word >> 16);
+  } else {
+    *(u32*)(rows + row) = word;
+  }
 }
 
 // As `store_block`, to the residual, and what the next norm needs of it.
@@ -74,12 +88,29 @@ __device__ __forceinline__ void add_block(const Problem& p, float4 v, const Besi
     if (m >= p.M || row >= p.N) continue;
     const long long at = (long long)m * p.N + (row & ~1);
     *(u32*)(p.out + at) = sum;
-    if (ADDS == 2) *(u32*)(p.rows + at) = pack2(low(sum) * (low(norm) + OFFSET), high(sum) * (high(norm) + OFFSET));
+    if (ADDS == 2)
+      store_channels(p.rows + (long long)m * p.N, row & ~1,
+                     pack2(low(sum) * (low(norm) + OFFSET), high(sum) * (high(norm) + OFFSET)), beside.places[h]);
   }
   if (ADDS == 2) {
     squares += __shfl_xor_sync(~0u, squares, 8);
     squares += __shfl_xor_sync(~0u, squares, 16);
     if (lane < 8 && m < p.M && n < p.N) p.new_squares[m * (p.N / 16) + n / 16] = squares;
+  }
+}
+
+// As `store_block`, the product of a gate and what it gates.
+__device__ __forceinline__ void gate_block(const Problem& p, float4 gate, float4 up, const Beside& beside, int m, int n) {
+  const int lane = threadIdx.x % 32;
+  const bool odd = lane & 4;
+  m += 2 * (lane % 4) + odd;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int row = n + 8 * h + lane / 4;
+    const float v0 = h ? gated(gate.z, up.z) : gated(gate.x, up.x), v1 = h ? gated(gate.w, up.w) : gated(gate.y, up.y);
+    const float other = __shfl_xor_sync(~0u, odd ? v0 : v1, 4);
+    const u32 word = odd ? pack2(other, v1) : pack2(v0, other);
+    if (m < p.M && row < p.N / 2) store_channels(p.out + (long long)m * (p.N / 2), row & ~1, word, beside.places[h]);
   }
 }
 
@@ -99,12 +130,11 @@ __device__ __forceinline__ void end_piece(const Problem& p, int2 place, int i, c
       v[j] = make_float4(v[j].x * factor.x, v[j].y * factor.y, v[j].z * factor.x, v[j].w * factor.y);
   }
   if (GATED)
-    v[0] = make_float4(gated(v[0].x, v[PARTS - 1].x), gated(v[0].y, v[PARTS - 1].y), gated(v[0].z, v[PARTS - 1].z),
-                       gated(v[0].w, v[PARTS - 1].w));
-  if (ADDS)
+    gate_block(p, v[0], v[PARTS - 1], beside, place.x, place.y);
+  else if (ADDS)
     add_block(p, v[0], beside, place.x, place.y);
   else
-    store_block(v[0], p.bias, p.out, place.x, place.y, p.M, p.N / PARTS);
+    store_block(v[0], p.bias, p.out, place.x, place.y, p.M, p.N);
 }
 
 __device__ __forceinline__ float4 piece_of(const float (&acc)[SUB][BM / 2], int piece) {

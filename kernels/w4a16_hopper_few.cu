@@ -176,13 +176,13 @@ __device__ __forceinline__ void multiply(const Problem& p, char* smem, u32 full,
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     w4a16_hopper(const u16* x, const char* packed, const char* scales, const u8* zeros, const u16* bias, u16* out,
                  float4* partial, int* counters, const float* squares, const u16* residual, const u16* norm, u16* rows,
-                 float* new_squares, int M, int N, int K, int group, int groups) {
+                 float* new_squares, const int* places, int M, int N, int K, int group, int groups) {
   extern __shared__ __align__(1024) char smem[];
   const int tiles_m = (M + BM - 1) / BM, steps = (K + 127) / 128;
   const int units = (N + ROWS - 1) / ROWS * tiles_m * steps;
   const Problem p{x,        packed,   scales,   zeros,    bias, out,   M,    N,          K,
                   group,    groups,   steps,    tiles_m,  units, first_unit(blockIdx.x, units),
-                  first_unit(blockIdx.x + 1, units), partial, counters, squares, residual, norm, rows, new_squares};
+                  first_unit(blockIdx.x + 1, units), partial, counters, squares, residual, norm, rows, new_squares, places};
   const u32 full = shared_address(smem + BAR_AT), empty = full + 8 * STAGES;
   begin_barriers(full, empty, 33);  // the lanes that bring activations, and the bytes
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

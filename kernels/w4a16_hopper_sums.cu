@@ -34,14 +34,14 @@ __device__ __forceinline__ void sum_cluster(const Problem& p, int tile, char* sm
   }
   Beside beside = {};
   int2 place = place_of(p, tile, (warp * CLUSTER + rank) % WARPS, (warp * CLUSTER + rank) / WARPS);
-  if (ADDS && warp < SUMS) beside = beside_of(p, place.x, place.y);  // on its way while parts are sent
+  if ((ADDS || ORDERED) && warp < SUMS) beside = beside_of(p, place.x, place.y);  // on its way while parts are sent
   cluster_sync();
   for (int slot = warp; slot < SUMS; slot += WARPS) {
     const int q = slot * CLUSTER + rank;
     if (q >= OUTPUTS * WARPS) break;
     if (slot != warp) {
       place = place_of(p, tile, q % WARPS, q / WARPS);
-      if (ADDS) beside = beside_of(p, place.x, place.y);
+      if (ADDS || ORDERED) beside = beside_of(p, place.x, place.y);
     }
     float4 sum[PARTS];
 #pragma unroll
@@ -124,7 +124,7 @@ __device__ __forceinline__ void sum_tile(const Problem& p, int tile, int k_begin
   bool has_own = true;
   if (first < last && !arrive_last(p, first, last - first, k_begin == 0, smem, acc, has_own)) return;
   Beside beside[OUTPUTS] = {};  // on its way while parts are added
-  if (ADDS)
+  if (ADDS || ORDERED)
 #pragma unroll
     for (int i = 0; i < OUTPUTS; i++) {
       const int2 place = place_of(p, tile, threadIdx.x / 32, i);

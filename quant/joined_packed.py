@@ -77,6 +77,11 @@ def input_order(modules: Sequence[nn.Module]) -> Tensor | None:
     return linears[0].perm
 
 
+def inverse(order: Tensor) -> Tensor:
+    """`[K]` int32: where the channels that `order` takes come to lie."""
+    return torch.argsort(order).to(torch.int32)
+
+
 def obstacle(modules: Sequence[nn.Module]) -> str | None:
     """Why these are not rows of one packed weight, or None."""
     linears = [module for module in modules if isinstance(module, PackedLinear)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,17 @@ from hf_paged.quant.linear import PackedLinear
 CALLS_OF_A_LAYER = 4
 
 
-def packed_model(device: str) -> PreTrainedModel:
+def packed_model(device: str, *, act_order: bool = False) -> PreTrainedModel:
     config = bench_models._llama(3, 256, 704, 4, 2, 64, vocab_size=300)
-    return bench_models._random_model(config, torch.bfloat16, device, 4).eval()
+    model = bench_models._random_model(config, torch.bfloat16, device, 4).eval()
+    if act_order:
+        for layer in model.model.layers:
+            for group in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)):
+                linears = [module for name, module in layer.named_modules() if name.split(".")[-1][:-5] in group]
+                order = torch.randperm(linears[0].in_features, device=device).to(torch.int32)
+                for linear in linears:
+                    linear.perm = nn.Parameter(order, requires_grad=False)
+    return model
 
 
 class Definitions:
@@ -32,11 +41,9 @@ class Definitions:
     def __init__(self) -> None:
         self.calls = 0
 
-    def linear(
-        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, *, gated: bool = False
-    ) -> Tensor:
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, **options: Any) -> Tensor:
         self.calls += 1
-        return folded_linear.folded_linear_reference(x, weight, bias, gated=gated)
+        return folded_linear.folded_linear_reference(x, weight, bias, **options)
 
     def sum(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, residual: Tensor, norm: RMSNorm
@@ -61,8 +68,11 @@ def definitions(monkeypatch: pytest.MonkeyPatch) -> Definitions:
     return made
 
 
-def test_a_step_of_few_tokens_folds_every_layer_and_gives_the_same_logits(definitions: Definitions) -> None:
-    model = packed_model("cpu")
+@pytest.mark.parametrize("act_order", [False, True])
+def test_a_step_of_few_tokens_folds_every_layer_and_gives_the_same_logits(
+    act_order: bool, definitions: Definitions
+) -> None:
+    model = packed_model("cpu", act_order=act_order)
     view, _ = fused_view(model)
     folded = step_logits(view, tokens=9)
     assert definitions.calls == 3 * CALLS_OF_A_LAYER
@@ -84,10 +94,13 @@ def test_a_layer_that_somebody_watches_does_not_fold_and_still_gets_its_norm(def
 
 
 @pytest.mark.gpu
-def test_folded_layers_give_the_logits_of_fused_ones_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("act_order", [False, True])
+def test_folded_layers_give_the_logits_of_fused_ones_on_the_gpu(
+    act_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("layers fold on Hopper only")
-    model = packed_model("cuda")
+    model = packed_model("cuda", act_order=act_order)
     view, _ = fused_view(model)
     calls = []
     kernel = folded_layer.folded_linear

@@ -23,6 +23,7 @@ from hf_paged.kernels.packed_linear import lock_count
 from hf_paged.kernels.packed_weight import PackedWeight, packed_linear_reference, packed_shape
 from hf_paged.kernels.reference_fused import RMSNorm, gated_activation, rms_norm
 from hf_paged.kernels.w4a16_hopper import SHAPES, Ends, FewShape, Variant, source
+from hf_paged.quant.joined_packed import inverse
 
 STEP = 2**-7  # of bf16: a result is rounded once or twice, each half a step of it
 
@@ -31,6 +32,8 @@ ENDS = (
     Ends(normed=True, eps=1e-6, gated=True),
     Ends(adds=1),
     Ends(adds=2, offset=1.0),
+    Ends(normed=True, eps=1e-6, gated=True, ordered=True),
+    Ends(adds=2, ordered=True),
 )
 
 
@@ -115,6 +118,29 @@ CASES = [
     (576, 1536, 32, True),
     (14336, 4096, 128, False),
 ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 5, 16])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (5120, 13824), (1088, 1024)])
+def test_channels_come_to_lie_as_the_product_behind_reads_them(n: int, k: int, m: int) -> None:
+    """Act-order: the same values, each at its place."""
+    weight, both = random_weight(n, k, device="cuda"), random_weight(2 * n, k, device="cuda")
+    locks = torch.zeros(lock_count(2 * n), dtype=torch.int32, device="cuda")
+    x, residual, norm = rows(m, k, "cuda"), rows(m, n, "cuda"), random_norm(n, "cuda")
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0)).to("cuda", torch.int32)
+    ordered = replace(norm, order=order, places=inverse(order))
+    total, open_norm = folded_sum(x, weight, None, locks, residual, norm)
+    same, other = folded_sum(x, weight, None, locks, residual, ordered)
+    assert open_norm is not None and other is not None
+    assert torch.equal(same, total) and torch.equal(other.squares, open_norm.squares)
+    assert torch.equal(other.rows, open_norm.rows[:, order])
+    assert_same_norm(other, folded_sum_reference(x, weight, None, residual, ordered)[1])
+    before = open_norm_reference(x, random_norm(k, "cuda"))
+    gated = folded_linear(before, both, None, locks, gated=True)
+    placed = folded_linear(before, both, None, locks, gated=True, places=ordered.places)
+    assert torch.equal(placed, gated[:, order])
+    assert_close(placed, folded_linear_reference(before, both, None, gated=True, places=ordered.places), 4)
 
 
 @pytest.mark.gpu
