@@ -19,17 +19,21 @@ WORKERS ?= -n 0
 endif
 TORCH_INDEX ?=
 
-.PHONY: help demo test test-latest lint format clean
+.PHONY: help demo test test-without-numba test-latest lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Print this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
 demo: $(VENV)/.installed  ## Fetch SmolLM2-135M-Instruct and run a ragged batch through the paged INT8 engine
 	@model=$$($(BIN)/python tools/fetch_demo_model.py) && $(BIN)/python tools/demo.py "$$model"
 
 test: $(VENV)/.installed  ## The test suite (GPU tests run where a GPU is)
 	$(BIN)/python -m pytest $(WORKERS)
+
+test-without-numba: $(VENV)/.installed  ## What runs on a CPU as it does without the extra that compiles its kernels
+	$(BIN)/python -c "import sys; sys.modules['numba'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))" \
+		-p no:xdist -p no:cacheprovider tests/kernels/test_cpu_linear.py tests/test_cpu_engine.py tests/test_fusion.py
 
 test-latest: $(LATEST)/.installed  ## Registration, generate and loader tests on the newest Transformers 5.x
 	@$(LATEST)/bin/python -c "import transformers; print('transformers', transformers.__version__)"
