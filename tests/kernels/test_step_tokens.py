@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
+from hf_paged.kernels import fused_ops, sample_reference
 from hf_paged.kernels.step_tokens import input_tokens, likeliest_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,11 +37,16 @@ def test_the_likeliest_token_is_the_lowest_of_equal_ones_and_its_row_keeps_it(
     assert [last[row].item() for row in rows] == lowest and (last == -1).sum() == 4
 
 
-def test_a_logit_that_is_no_number_is_not_the_likeliest() -> None:
-    """As in the sampler's kernel."""
-    logits = torch.tensor([[0.0, float("nan"), 1.0]], device=DEVICE)
-    row = torch.zeros(1, dtype=torch.long, device=DEVICE)
-    assert likeliest_tokens(logits, row, row.clone()).tolist() == [2]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_logit_that_is_no_number_is_not_the_likeliest(dtype: torch.dtype) -> None:
+    """On no device, in a captured step or elsewhere; torch's `max` and `argmax` take NaN for the largest number."""
+    nan, inf = float("nan"), float("inf")
+    rows = [[0, nan, 1, 1], [2, nan, -inf, 1], [nan] * 4, [-inf, -inf, nan, -inf], [1, inf, nan, inf]]
+    logits, lowest = torch.tensor(rows, device=DEVICE).to(dtype), [2, 0, 0, 0, 1]
+    places, last = torch.arange(5, device=DEVICE), torch.zeros(5, dtype=torch.long, device=DEVICE)
+    assert likeliest_tokens(logits, places, last).tolist() == lowest == last.tolist()
+    assert sample_reference.likeliest(logits).tolist() == lowest
+    assert fused_ops.likeliest_tokens(logits.cpu(), places.cpu(), last.cpu()).tolist() == lowest
 
 
 @pytest.mark.gpu
