@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_paged.kernels import cpu_kernels, reference_fused
 from hf_paged.kernels.cpu_launch import bits, launch
+from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.kernels.layout import LayerKV, Pages, PlainPages, RecentRows, ScaledPages
 from hf_paged.kernels.reference import once
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
@@ -110,6 +111,19 @@ def _rope_write(
         k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), k.shape[2], tokens, heads, kv_heads, head_dim, v_dim,
         *scales(layer.k), *scales(layer.v), *(0 if x is None else x.data_ptr() for x in constants),
     )  # fmt: skip
+    return out
+
+
+def takes_output(out: Tensor, transform: KVTransform) -> bool:
+    """Whether `restore_output` computes this one."""
+    return transform.v_offset is not None and not transform.rotates_v and out.is_contiguous()
+
+
+def restore_output(out: Tensor, transform: KVTransform) -> Tensor:
+    """`KVTransform.output` of `out` `[T, heads, v_head_dim]`, in place."""
+    offset = transform.v_offset
+    assert offset is not None and offset.is_contiguous() and offset.dtype == torch.float32
+    launch(cpu_kernels.add_offset, len(out), out.data_ptr(), offset.data_ptr(), *out.shape[:2], *offset.shape)
     return out
 
 

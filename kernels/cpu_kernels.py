@@ -264,6 +264,22 @@ def _rope_write(address):
 rope_write = _kernel(_rope_write, _FAST - {"arcp"})  # codes are those of a division
 
 
+@_kernel
+def add_offset(address):
+    """A task is a token: `KVTransform.output` without a rotation, in place."""
+    words = _int64s(address, 7)
+    out_at, offset_at, tokens, heads, kv_heads, n = words[1], words[2], words[3], words[4], words[5], words[6]
+    while True:
+        token = _next_task(address)
+        if token >= tokens:
+            break
+        for head in range(heads):
+            out = _bfloat16s(out_at + 2 * (token * heads + head) * n, n)
+            offset = _float32s(offset_at + 4 * (head // (heads // kv_heads)) * n, n)
+            for d in range(n):
+                out[d] = _narrow(_wide(out[d]) + offset[d])
+
+
 @_inline
 def _dots(q, keys, scores, at):
     """`scores[:, at + t]` of every key t, `keys` `[count, head_dim]`, bf16 or codes."""

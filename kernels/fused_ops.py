@@ -126,6 +126,11 @@ def restore_output(out: Tensor, transform: KVTransform | None) -> Tensor:
     """Attention's output `[T, heads, v_head_dim]` over the values, from that over stored values; may overwrite it."""
     if transform is None:
         return out
+    if on_cpu(out):
+        from hf_paged.kernels import cpu_fused
+
+        if cpu_fused.takes_output(out, transform):
+            return cpu_fused.restore_output(out, transform)
     if not out.is_cuda:
         return transform.output(out)
     from hf_paged.kernels.restore_output import restore_output as launch

@@ -179,6 +179,18 @@ def test_codes_are_those_of_the_definition_to_the_bit(
             torch.testing.assert_close(tensor, getattr(wanted, name), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("v_head_dim", [64, 20])
+def test_offsets_are_added_to_the_output_as_the_definition_does(v_head_dim: int) -> None:
+    """One sum in fp32 and one rounding: to the bit. NaN stays in its row."""
+    out, offset = randn(33, 6, v_head_dim), torch.randn(2, v_head_dim, generator=torch.Generator().manual_seed(1))
+    out[4, 1, 3] = float("nan")
+    keys = torch.ones(2, 64)
+    transform = KVTransform(k_offset=keys, k_factor=keys, v_offset=offset, rotates_k=False, rotates_v=False)
+    expected = transform.output(out)
+    result = fused_ops.restore_output(out.clone(), transform)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("formats", [(BF16, BF16), (torch.int8, torch.int8), (torch.int8, BF16), (BF16, torch.int8)])
 @pytest.mark.parametrize("window", [None, 5, 40, 1000])
 @pytest.mark.parametrize("shape", [{}, {"kv_heads": 1, "group": 4}, {"head_dim": 80, "v_head_dim": 32}])
