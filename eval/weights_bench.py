@@ -1,6 +1,6 @@
 """Time the packed-weight GEMM of one GPU against its measured read bandwidth and against cuBLAS in the same run.
 
-    python -m hf_paged.eval.weights_bench                              # layers of 7B and 70B models
+    python -m hf_paged.eval.weights_bench                              # layers of 7B to 70B models
     python -m hf_paged.eval.weights_bench --shapes 57344x8192 --rows 1,8,16 --sweep
     python -m hf_paged.eval.weights_bench --zeros --dtype fp16         # AWQ
     python -m hf_paged.eval.weights_bench --act-order                  # with the gather of its channels
@@ -39,7 +39,10 @@ from hf_paged.kernels.w4a16_hopper import (
 from hf_paged.kernels.w4a16_tiles import Tiles, choose_tiles
 from hf_paged.kernels.weight_dequantize import dequantize
 
-SHAPES = "12288x4096,22016x4096,4096x11008,10240x8192,57344x8192,8192x28672,4096x4096,8192x8192"  # N x K
+SHAPES = (  # N x K: Llama-2-7B and 70B, Llama-3-8B, Llama-2-13B
+    "12288x4096,22016x4096,4096x11008,10240x8192,57344x8192,8192x28672,4096x4096,8192x8192,"
+    "6144x4096,28672x4096,4096x14336,15360x5120,5120x5120,27648x5120,5120x13824"
+)
 ROWS = "1,4,8,16,32,64,128,256,512,2048,8192"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROTATED_BYTES = 4 * 60_000_000
