@@ -1,7 +1,7 @@
 """Triton kernel that ends a decode step whose sequences keep their current block in 16 bits beside its codes.
 
 The kernels of `decode_attention` attend to the codes before that block. This one joins their parts, as `decode_join.py`
-does, and takes the keys and values of the block in. These are on their way while the codes are still read.
+does, and takes the keys and values of the block in.
 """
 
 from __future__ import annotations
@@ -62,17 +62,16 @@ def join_recent_kernel(
     slot = tl.load(slots_ptr + seq).to(tl.int64)
     start = tl.load(starts_ptr + seq)
     count = tl.load(seq_lens_ptr + seq) - start
-    # the write of these keys and values was over before the codes were read, see `overlap.py`
-    acc, total, top = _own_block(
-        q_row, q_stride_h, k_ptr + slot * k_stride + kv_head * BLOCK_SIZE * K_DIM,
-        v_ptr + slot * v_stride + kv_head * BLOCK_SIZE * V_DIM, count, scale, softcap, h, d,
-        HEADS, K_DIM, V_DIM, K_BLOCK, KEYS, SOFTCAP,
-    )  # fmt: skip
     tiles, first, last = programs_of(
         tl.program_id(1), kv_head, starts_ptr, num_seqs, heads // GROUP, 0, held, False, TILE, LEAST
     )
     if OVERLAP:
         gdc_wait()
+    acc, total, top = _own_block(
+        q_row, q_stride_h, k_ptr + slot * k_stride + kv_head * BLOCK_SIZE * K_DIM,
+        v_ptr + slot * v_stride + kv_head * BLOCK_SIZE * V_DIM, count, scale, softcap, h, d,
+        HEADS, K_DIM, V_DIM, K_BLOCK, KEYS, SOFTCAP,
+    )  # fmt: skip
     row = seq * heads + first_head + h
     at = row[:, None] * V_DIM + d[None, :]
     mask = (h < HEADS)[:, None] & (d < V_DIM)[None, :]
