@@ -128,8 +128,10 @@ def _launch_registers(arguments: tuple[Any, ...], shape: dict[str, Any], layer: 
         N=padded_heads(shape["GROUP"]) if int4 else 8 if shape["GROUP"] <= 8 else 16,
         INT4=int4,
         OVERLAP=config.overlap,
+        WAITS=config.waits,
         num_warps=1,
         maxnreg=config.max_registers,
+        **({"launch_pdl": True} if config.waits else {}),
     )
 
 

@@ -13,6 +13,11 @@ from hf_paged.kernels.layout import LayerKV
 from hf_paged.kernels.on_device import cuda_capability
 
 
+# Up to so many it pays to start early: 0.8 us a layer less for one sequence, 1.4 for 16. Then it runs with the shared
+# memory of the product before it and so little L1, which costs 64 long sequences up to 34.
+_FEW_TOKENS = 1 << 14
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
     """Launch choices of the decode kernel; `eval/kernels_bench.py` sweeps them."""
@@ -26,6 +31,7 @@ class DecodeConfig:
     in_registers: bool = False  # the kernel of `decode_registers.py`, one warp per program
     max_registers: int | None = None  # per thread, for that kernel
     overlap: bool = False  # joining begins while the last shares are read (compute capability 9.0)
+    waits: bool = False  # the kernel itself starts before the one before it has ended, and waits for it
 
 
 def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int) -> DecodeConfig:
@@ -46,7 +52,8 @@ def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int
         tile, registers, per_sm = decode_registers.launch(layer)
         config = DecodeConfig(tile=tile, in_registers=True, max_registers=registers, overlap=overlap)
     if config.in_registers:  # 32 tokens at least: one sequence of 600 takes 8.0 us, with 64 of them 9.5
-        config = replace(config, least=max(1, 32 // config.tile))
+        waits = overlap and num_seqs * max_seq_len <= _FEW_TOKENS
+        config = replace(config, least=max(1, 32 // config.tile), waits=waits)
     heads = num_seqs * kv_heads
     programs = max(1, min(per_sm * sms, -(-heads * -(-max_seq_len // config.tile) // config.least)))
     # More heads than programs: as many as take some whole ones each. int8, 256 x 1,024 tokens, 8 KV heads: 1,024 of

@@ -67,6 +67,7 @@ def decode_registers_kernel(
     N: gl.constexpr,  # heads of a KV head, padded
     K_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, LEAST: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, OVERLAP: gl.constexpr, INT4: gl.constexpr,
+    WAITS: gl.constexpr = False,
 ):  # fmt: skip
     if OVERLAP:  # the joining kernel may start now; it waits for all results
         gl.inline_asm_elementwise(
@@ -74,6 +75,10 @@ def decode_registers_kernel(
         )
     n = gl.arange(0, SCAN, layout=gl.BlockedLayout([SCAN // 32], [32], [1], [0]))
     program, begin, end, seq, before = share(n, seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
+    if WAITS:  # every program: what follows this kernel follows the ones before it too
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     while begin < end:
         seq, before, kv_head, first, whole, keys = next_piece(
             begin, end, seq, before, seq_lens_ptr, kv_heads, window, WINDOW, TILE
