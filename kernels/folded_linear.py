@@ -18,7 +18,7 @@ from hf_paged.kernels.packed_linear import multiprocessors
 from hf_paged.kernels.packed_weight import PackedWeight, packed_linear_reference
 from hf_paged.kernels.reference_fused import RMSNorm
 
-MAX_FOLDED_ROWS = 16
+MAX_FOLDED_ROWS = 8  # a step of one token gets shorter, one of 16 got longer (`docs/performance/steps.md`)
 _RUN = 16  # channels whose squares are summed
 
 

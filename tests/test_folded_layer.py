@@ -107,7 +107,7 @@ def test_folded_layers_give_the_logits_of_fused_ones_on_the_gpu(
     monkeypatch.setattr(
         folded_layer, "folded_linear", lambda *args, **kwargs: calls.append(1) or kernel(*args, **kwargs)
     )
-    folded = step_logits(view, tokens=9)
+    folded = step_logits(view, tokens=7)
     assert len(calls) == 2 * 3
     monkeypatch.setattr(folded_layer, "can_fold", lambda x, weight: False)
-    assert_same_logits(folded, step_logits(view, tokens=9))
+    assert_same_logits(folded, step_logits(view, tokens=7))
