@@ -12,7 +12,6 @@ from hf_paged.kernels import decode_int4, decode_registers
 from hf_paged.kernels.layout import LayerKV
 from hf_paged.kernels.on_device import cuda_capability
 
-
 # Up to so many it pays to start early: 0.8 us a layer less for one sequence, 1.4 for 16. Then it runs with the shared
 # memory of the product before it and so little L1, which costs 64 long sequences up to 34.
 _FEW_TOKENS = 1 << 14
@@ -59,7 +58,8 @@ def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int
     # More heads than programs: as many as take some whole ones each. int8, 256 x 1,024 tokens, 8 KV heads: 1,024 of
     # 1,584 programs, the others idle, take 153 us, 1,024 of 1,056 take 141.
     whole = -(-heads // -(-heads // programs))
-    if config.in_registers and heads > programs and whole * 8 >= programs * 5:
+    busy = 7 if decode_int4.fits(query, layer) else 5  # of 8; 4-bit programs wait for more than memory: 303 -> 426 us
+    if config.in_registers and heads > programs and whole * 8 >= programs * busy:
         programs = whole
     return replace(config, programs=programs)
 
