@@ -66,6 +66,20 @@ def test_a_gpu_gives_a_checkpoint_as_good_as_the_cpus(
     AutoModelForCausalLM.from_pretrained(tmp_path / "cuda", dtype=torch.float32, device_map="cuda")
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_descent_lowers_the_error_of_the_first_layers_linears(method: str, model_path: Path, tmp_path: Path) -> None:
+    """Those see the same inputs with and without it, up to the first that reads what another wrote."""
+    config = replace(CONFIG, method=method)
+    with_it = quantize(model_path, tmp_path / "with", config)
+    without = quantize(model_path, tmp_path / "without", replace(config, descent=False))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        one, other = (
+            next(linear.error for linear in report.layers[0].linears if linear.name.endswith(name))
+            for report in (with_it, without)
+        )
+        assert one < other, name
+
+
 def test_act_order_is_the_default_only_where_no_reader_must_reorder() -> None:
     """With groups that move it costs readers a gather: that must be asked for."""
     assert QuantizeConfig(method="gptq").resolved().act_order is True
