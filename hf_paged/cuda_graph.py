@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from hf_paged.config import EngineConfig
 from hf_paged.kernels.cpu_graph import CpuGraph
-from hf_paged.model_inputs import InputBuilder, ModelInputs, StepPacking, StepShape
+from hf_paged.model_inputs import InputBuilder, ModelInputs, StepPacking, StepShape, StepSizes
 from hf_paged.request import ScheduledRequest
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,7 @@ _MAX_PROMPTS = 16  # sequences with more than one token in a captured step; room
 _SMALLEST_LENGTH = 1024  # length bounds grow from here by factors of 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepBucket:
+class StepBucket(NamedTuple):
     """The padded size of a captured step: single-token sequences first, then `_MAX_PROMPTS` with the prompt tokens."""
 
     num_decodes: int
@@ -47,25 +47,21 @@ class StepBucket:
     max_seq_len: int
 
     @classmethod
-    def of(cls, scheduled: Sequence[ScheduledRequest], *, max_num_seqs: int, max_model_len: int) -> StepBucket | None:
-        """The smallest bucket that holds a step, single-token sequences first; None when it is too large for any."""
-        decodes = sum(item.num_scheduled_tokens == 1 for item in scheduled)
-        prompt_tokens = sum(item.num_scheduled_tokens for item in scheduled) - decodes
-        if len(scheduled) - decodes > _MAX_PROMPTS or prompt_tokens > _PROMPT_TOKENS[-1]:
+    def of(cls, sizes: StepSizes, *, max_num_seqs: int, max_model_len: int) -> StepBucket | None:
+        """The smallest bucket that holds a step; None when it is too large for any."""
+        prompts, prompt_tokens = sizes.num_seqs - sizes.num_decodes, sizes.num_tokens - sizes.num_decodes
+        if prompts > _MAX_PROMPTS or prompt_tokens > _PROMPT_TOKENS[-1]:
             return None
-        longest = max(item.start + item.num_scheduled_tokens for item in scheduled)
-        return cls._padded(decodes, prompt_tokens, longest, max_num_seqs, max_model_len)
+        return cls._padded(sizes.num_decodes, prompt_tokens, sizes.max_seq_len, max_num_seqs, max_model_len)
 
     @classmethod
-    def on_cpu(
-        cls, scheduled: Sequence[ScheduledRequest], *, max_num_seqs: int, max_model_len: int
-    ) -> StepBucket | None:
+    def on_cpu(cls, sizes: StepSizes, *, max_num_seqs: int, max_model_len: int) -> StepBucket | None:
         """The smallest bucket of a CPU that holds a step; None for a large one, and for prompts."""
-        padded = next((size for size in _CPU_BATCH_SIZES if size >= len(scheduled)), None)
-        if padded is None or any(item.num_scheduled_tokens > 1 for item in scheduled):
+        padded = next((size for size in _CPU_BATCH_SIZES if size >= sizes.num_seqs), None)
+        if padded is None or sizes.num_tokens > sizes.num_decodes:
             return None
-        bucket = cls.of(scheduled, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-        return None if bucket is None else replace(bucket, num_decodes=min(padded, max_num_seqs))
+        bucket = cls.of(sizes, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        return None if bucket is None else bucket._replace(num_decodes=min(padded, max_num_seqs))
 
     @classmethod
     def _padded(
@@ -132,6 +128,15 @@ class StepTensors:
     def of(cls, inputs: ModelInputs, logits: Tensor, greedy: Tensor | None = None) -> StepTensors:
         return cls(logits=logits, greedy=greedy, rows=inputs.logits_rows, next_positions=inputs.next_positions)
 
+    def first(self, n: int) -> StepTensors:
+        """Those of the first `n` rows, without padding."""
+        if n == len(self.rows):
+            return self
+        greedy = None if self.greedy is None else self.greedy[:n]
+        return StepTensors(
+            logits=self.logits[:n], greedy=greedy, rows=self.rows[:n], next_positions=self.next_positions[:n]
+        )
+
 
 class CapturedStep:
     """One step of a bucket, replayable.
@@ -168,21 +173,21 @@ class CapturedStep:
             max_seq_len=bucket.max_seq_len,
         )
         self._graph: torch.cuda.CUDAGraph | CpuGraph
+        # Compiles kernels and fills caches, which a capture must not do. On the current stream: every stream that ever
+        # multiplied keeps a 32 MiB cuBLAS workspace.
+        run(self._inputs)
         if device.type == "cpu":
             self._graph = CpuGraph()
             with self._graph.capture():
                 self._tensors = run(self._inputs)
             return
-        # Compiles kernels and fills caches, which a capture must not do. On the current stream: every stream that ever
-        # multiplied keeps a 32 MiB cuBLAS workspace.
-        run(self._inputs)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with torch.cuda.device(device), torch.cuda.graph(self._graph, pool=pool, stream=_capture_stream(device)):
             self._tensors = run(self._inputs)
 
-    def replay(self, scheduled: Sequence[ScheduledRequest], index: np.ndarray) -> StepTensors:
+    def replay(self, scheduled: Sequence[ScheduledRequest], sizes: StepSizes, index: np.ndarray) -> StepTensors:
         """Run the step on `scheduled`; its tensors are valid until the next replay of any graph of the same pool."""
-        self._builder.build(scheduled, index, packing=self._packing, buffer=self._buffer)
+        self._builder.build(scheduled, sizes, index, self._packing, self._buffer)
         self._graph.replay()
         return self._tensors
 
@@ -204,19 +209,18 @@ class StepGraphs:
         self._steps: dict[StepBucket, CapturedStep] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._broken: set[str] = set()
+        self._too_large: set[StepBucket] = set()
         self.num_captured = 0
 
-    def get(
-        self, scheduled: Sequence[ScheduledRequest], run: Callable[[ModelInputs], StepTensors]
-    ) -> CapturedStep | None:
-        """The captured step for these sequences; None for a step that is too large or a model that cannot be captured.
+    def get(self, sizes: StepSizes, run: Callable[[ModelInputs], StepTensors]) -> CapturedStep | None:
+        """The captured step for these sizes; None where they are too large, or the model cannot be captured.
 
         `run` is the forward to capture. It is not kept: through a cycle with the runner, the pages of a dropped engine
         would stay until the next garbage collection.
         """
         bucket_of = StepBucket.on_cpu if self._device.type == "cpu" else StepBucket.of
-        bucket = bucket_of(scheduled, max_num_seqs=self._config.max_num_seqs, max_model_len=self._max_model_len)
-        if bucket is None or _kind(bucket) in self._broken:
+        bucket = bucket_of(sizes, max_num_seqs=self._config.max_num_seqs, max_model_len=self._max_model_len)
+        if bucket is None or bucket in self._too_large or _kind(bucket) in self._broken:
             return None
         return self._steps.get(bucket) or self._capture(bucket, run)
 
@@ -241,8 +245,12 @@ class StepGraphs:
             step = CapturedStep(
                 run, self._builder, bucket, block_size=self._config.block_size, device=self._device, pool=self._pool
             )
-        except torch.OutOfMemoryError:
-            raise  # says nothing about the model
+        except torch.OutOfMemoryError:  # says nothing about the model
+            if self._config.cuda_graphs is True:
+                raise
+            logger.warning("no memory to capture %s; such steps run without a graph", bucket)
+            self._too_large.add(bucket)
+            return None
         except RuntimeError as error:
             if self._config.cuda_graphs is True:
                 raise
@@ -253,6 +261,12 @@ class StepGraphs:
         self._steps[bucket] = step
         self.num_captured += 1
         return step
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device, as torch does without it but for one device a process: that of the first capture."""
+    return torch.cuda.Stream(device)
 
 
 def _kind(bucket: StepBucket) -> str:

@@ -198,6 +198,7 @@ class _Lockstep:
             streamer.end()
         return input_ids
 
+    @torch.inference_mode()
     def _next_logits(self) -> Tensor:
         """[rows, vocab] logits of every living row, however many steps it takes; rows that ended hold stale ones."""
         scheduler, runner = self._engine.scheduler, self._engine.runner

@@ -115,6 +115,7 @@ def _free_after_profile(config: EngineConfig, model: PackedModel, empty: KVCache
     return int(total * config.gpu_memory_utilization) - in_use - peak - sampling - _GRAPH_BYTES
 
 
+@torch.inference_mode()
 def _run_largest_step(config: EngineConfig, model: PackedModel, empty: KVCache, max_model_len: int) -> int:
     """A prefill of `max_num_batched_tokens` tokens in as few sequences as allowed; the bytes of the pages it used."""
     length = min(config.max_num_batched_tokens, max_model_len)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,12 +27,34 @@ _ALIGN = 16  # bytes; every part starts where any dtype may be viewed
 _STAGING_BUFFERS = 3  # a step's staging is reused three steps later, when its copy is long done as a rule
 
 
+class StepSizes(NamedTuple):
+    """What a step takes in."""
+
+    num_seqs: int
+    num_decodes: int  # of the sequences, those with a single token; they come first
+    num_tokens: int
+    max_seqlen_q: int
+    max_seq_len: int
+
+    @classmethod
+    def of(cls, scheduled: Sequence[ScheduledRequest]) -> StepSizes:
+        prompts = [item.num_scheduled_tokens for item in scheduled if item.num_scheduled_tokens > 1]
+        decodes = len(scheduled) - len(prompts)
+        return cls(
+            num_seqs=len(scheduled),
+            num_decodes=decodes,
+            num_tokens=decodes + sum(prompts),
+            max_seqlen_q=max(prompts, default=1),
+            max_seq_len=max([item.start + item.num_scheduled_tokens for item in scheduled]),
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
     """Sizes that decide where each part of a step lies in its buffer."""
 
     num_tokens: int
-    num_decodes: int  # of the sequences, those with a single token; they come first
+    num_decodes: int
     num_seqs: int
     num_logits: int
     num_groups: int
@@ -39,46 +62,71 @@ class StepShape:
     keeps_recent: bool = False  # whether layers keep current blocks
 
 
+class _Matrix(NamedTuple):
+    """Part of a step's buffer; its rows start where any dtype may be viewed."""
+
+    offset: int  # bytes
+    rows: int
+    columns: int
+    itemsize: int  # bytes: int64 or int32
+
+    @property
+    def row_bytes(self) -> int:
+        return math.ceil(self.columns * self.itemsize / _ALIGN) * _ALIGN
+
+
 class StepPacking:
-    """Offsets of a step's parts in one byte buffer, for numpy on the host and torch on the device."""
+    """Where the parts of a step lie in one byte buffer: each is a row of one of four matrices.
+
+    ========  =====  ===============  ==================================================================================
+    tokens    int64  num_tokens       token_rows (of each token's sequence), positions, input_ids, each group's
+                                      slot_mapping, recent_mapping *
+    logits    int64  num_logits       logits_index (tokens whose logits are wanted), logits_rows (of their sequences),
+                                      next_positions (of the tokens that follow them)
+    seqs      int32  num_seqs + 1     cu_seqlens_q; with one element less seq_lens, starts *, recent_slots *
+    tables    int32  num_seqs *       each group's block table
+                     table_width
+    ========  =====  ===============  ==================================================================================
+
+    * where layers keep current blocks
+    """
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
-        t, s, g = shape.num_tokens, shape.num_seqs, shape.num_groups
-        sizes: dict[str, tuple[tuple[int, ...], str]] = {
-            "input_ids": ((t,), "int64"),
-            "positions": ((t,), "int64"),
-            "token_rows": ((t,), "int64"),  # row of each token's sequence
-            "slot_mapping": ((g, t), "int64"),
-            "logits_index": ((shape.num_logits,), "int64"),  # tokens whose logits are wanted
-            "logits_rows": ((shape.num_logits,), "int64"),  # the rows of their sequences
-            "next_positions": ((shape.num_logits,), "int64"),  # of the tokens that follow them
-            "cu_seqlens_q": ((s + 1,), "int32"),
-            "seq_lens": ((s,), "int32"),
-            "block_tables": ((g, s, shape.table_width), "int32"),
-        }
-        if shape.keeps_recent:
-            sizes |= {"starts": ((s,), "int32"), "recent_slots": ((s,), "int32"), "recent_mapping": ((t,), "int64")}
-        self._parts: dict[str, tuple[int, tuple[int, ...], str]] = {}
-        offset = 0
-        for name, (dims, dtype) in sizes.items():
-            self._parts[name] = (offset, dims, dtype)
-            offset += math.ceil(math.prod(dims) * np.dtype(dtype).itemsize / _ALIGN) * _ALIGN
-        self.num_bytes = offset
+        g, recent = shape.num_groups, shape.keeps_recent
+        self._matrices: list[_Matrix] = []
+        self.num_bytes = 0
+        for rows, columns, itemsize in (
+            (3 + g + recent, shape.num_tokens, 8),
+            (3, shape.num_logits, 8),
+            (2 + 2 * recent, shape.num_seqs + 1, 4),
+            (g, shape.num_seqs * shape.table_width, 4),
+        ):
+            matrix = _Matrix(self.num_bytes, rows, columns, itemsize)
+            self._matrices.append(matrix)
+            self.num_bytes += rows * matrix.row_bytes
 
-    def on_host(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
-        return {
-            name: buffer[offset : offset + math.prod(dims) * np.dtype(dtype).itemsize].view(dtype).reshape(dims)
-            for name, (offset, dims, dtype) in self._parts.items()
-        }
+    def on_host(self, buffer: np.ndarray) -> list[np.ndarray]:
+        """The four matrices."""
+        return [
+            np.ndarray((m.rows, m.columns), f"i{m.itemsize}", buffer, m.offset, (m.row_bytes, m.itemsize))
+            for m in self._matrices
+        ]
 
     def on_device(self, buffer: Tensor) -> dict[str, Tensor]:
-        return {
-            name: buffer[offset : offset + math.prod(dims) * np.dtype(dtype).itemsize]
-            .view(getattr(torch, dtype))
-            .view(dims)
-            for name, (offset, dims, dtype) in self._parts.items()
-        }
+        """The parts by name; `slot_mapping` and `block_tables` of all groups in one."""
+        g, s = self.shape.num_groups, self.shape.num_seqs
+        words = {8: buffer.view(torch.int64), 4: buffer.view(torch.int32)}
+        tokens, logits, seqs, tables = (
+            words[m.itemsize].as_strided((m.rows, m.columns), (m.row_bytes // m.itemsize, 1), m.offset // m.itemsize)
+            for m in self._matrices
+        )
+        parts = dict(zip(("token_rows", "positions", "input_ids"), tokens))
+        parts |= zip(("logits_index", "logits_rows", "next_positions"), logits)
+        parts |= {"cu_seqlens_q": seqs[0], "seq_lens": seqs[1, :s], "slot_mapping": tokens[3 : 3 + g]}
+        if self.shape.keeps_recent:
+            parts |= {"starts": seqs[2, :s], "recent_slots": seqs[3, :s], "recent_mapping": tokens[3 + g]}
+        return parts | {"block_tables": tables.view(g, s, self.shape.table_width)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,116 +215,119 @@ class InputBuilder:
         self.num_groups = num_groups
         self.no_row = config.max_num_seqs  # stands where there is no sequence
         self._tables = np.zeros((num_groups, config.max_num_seqs, self.table_capacity), dtype=np.int32)
-        self._filled = np.zeros((num_groups, config.max_num_seqs), dtype=np.int64)
+        self._filled = [[0] * config.max_num_seqs for _ in range(num_groups)]  # entries of each row's table
+        self._logits_padding = np.array([0, self.no_row, 0])[:, None]
+        # of a token that is none: row, position and id 0, written nowhere
+        self._token_padding = np.array([0] * 3 + [-1] * (num_groups + config.kv_recent_block), dtype=np.int64)[:, None]
         self._staging = [_Staging(device) for _ in range(_STAGING_BUFFERS)]
         self._turn = 0
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Forget the tables of the rows that these requests just got."""
         for request in requests:
-            self._filled[:, request.row] = 0
+            assert request.row is not None
+            for filled in self._filled:
+                filled[request.row] = 0
 
-    def shape_of(self, scheduled: Sequence[ScheduledRequest], num_logits: int) -> StepShape:
-        longest = max(item.start + item.num_scheduled_tokens for item in scheduled)
+    def shape_of(self, sizes: StepSizes, num_logits: int) -> StepShape:
         return StepShape(
-            num_tokens=sum(item.num_scheduled_tokens for item in scheduled),
-            num_decodes=sum(item.num_scheduled_tokens == 1 for item in scheduled),
-            num_seqs=len(scheduled),
+            num_tokens=sizes.num_tokens,
+            num_decodes=sizes.num_decodes,
+            num_seqs=sizes.num_seqs,
             num_logits=num_logits,
             num_groups=self.num_groups,
-            table_width=math.ceil(longest / self._block_size),
+            table_width=math.ceil(sizes.max_seq_len / self._block_size),
             keeps_recent=self.keeps_recent,
         )
 
     def build(
         self,
         scheduled: Sequence[ScheduledRequest],
+        sizes: StepSizes,
         logits_index: np.ndarray,
-        *,
-        packing: StepPacking | None = None,
+        packing: StepPacking,
         buffer: Tensor | None = None,
-    ) -> tuple[StepPacking, Tensor]:
-        """Fill a step's parts and copy them to the device: the packing and the bytes on the device.
+    ) -> Tensor:
+        """Fill a step's parts and copy them to the device: `[packing.num_bytes]` uint8 there.
 
         Args:
             scheduled: sequences of the step, single-token ones first.
+            sizes: their `StepSizes`.
             logits_index: [num_logits] tokens whose logits are wanted, counted without padding.
-            packing, buffer: where a captured graph reads its inputs; its shape may be larger than the step. Decodes are
-                padded with single tokens of sequences of length 0, prompts with tokens of no sequence and sequences
-                of no token. Default: a packing of exactly this step in fresh memory.
+            packing: of this step's shape, or of a larger one. Decodes are padded with single tokens of sequences of
+                length 0, prompts with tokens of no sequence and sequences of no token.
+            buffer: where a captured graph reads its inputs; None = fresh memory.
         """
-        packing = packing or StepPacking(self.shape_of(scheduled, len(logits_index)))
         self._turn = (self._turn + 1) % _STAGING_BUFFERS
         staging = self._staging[self._turn]
         host = staging.free_bytes(packing.num_bytes)
-        self._fill(packing, host.numpy(), scheduled, logits_index)
+        self._fill(packing, host.numpy(), scheduled, sizes, logits_index)
         if buffer is None:
             buffer = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self._device)
         buffer.copy_(host, non_blocking=True)
         staging.mark_copied()
-        return packing, buffer
+        return buffer
 
     def _fill(
-        self, packing: StepPacking, buffer: np.ndarray, scheduled: Sequence[ScheduledRequest], logits_index: np.ndarray
+        self,
+        packing: StepPacking,
+        buffer: np.ndarray,
+        scheduled: Sequence[ScheduledRequest],
+        sizes: StepSizes,
+        logits_index: np.ndarray,
     ) -> None:
-        host = packing.on_host(buffer)
-        n, padded_decodes = len(scheduled), packing.shape.num_decodes
-        rows = np.fromiter((item.request.row for item in scheduled), np.int64, n)
-        starts = np.fromiter((item.start for item in scheduled), np.int64, n)
-        counts = np.fromiter((item.num_scheduled_tokens for item in scheduled), np.int64, n)
-        decodes = int((counts == 1).sum())
-        firsts = np.cumsum(counts) - counts  # of each sequence, its first token in the step without padding
-        total = int(counts.sum())
-        token_rows = np.repeat(rows, counts)
-        positions = np.arange(total) + np.repeat(starts - firsts, counts)
         self._update_tables(scheduled)
-        columns = positions // self._block_size
-        offsets = positions - columns * self._block_size
-
-        def put(target: np.ndarray, values: np.ndarray, *, pad: int) -> None:
-            """Values of sequences or of tokens: the decodes, then the prompts, each followed by padding."""
-            end = padded_decodes + len(values) - decodes
-            target[:decodes], target[padded_decodes:end] = values[:decodes], values[decodes:]
-            target[decodes:padded_decodes] = pad
-            target[end:] = pad
-
-        width = packing.shape.table_width
-        for g in range(self.num_groups):
-            slots = self._tables[g, token_rows, columns] * np.int64(self._block_size) + offsets
-            put(host["slot_mapping"][g], slots, pad=-1)
-            put(host["block_tables"][g], self._tables[g, rows, :width], pad=0)
-        put(host["positions"], positions, pad=0)
-        put(host["token_rows"], token_rows, pad=0)
-        put(host["seq_lens"], starts + counts, pad=0)
-        put(host["input_ids"], _token_ids(scheduled, total), pad=0)
+        tokens, logits, seqs, tables = packing.on_host(buffer)
+        shape, g = packing.shape, self.num_groups
+        firsts = _first_tokens(scheduled)
+        rows, starts, _, counts = firsts
+        ends = starts + counts
+        values = _tokens(scheduled, sizes, firsts, len(tokens))
+        columns = values[1] // self._block_size
+        offsets = values[1] - columns * self._block_size
+        values[3 : 3 + g] = self._tables[:, values[0], columns] * self._block_size + offsets
+        lengths = ends[None]
         if self.keeps_recent:  # row r keeps the block of its last token in slot r + 1
-            last = (starts + counts - 1) // self._block_size
-            put(host["starts"], last * self._block_size, pad=0)
-            put(host["recent_slots"], rows + 1, pad=0)
-            slots = np.repeat(rows + 1, counts) * self._block_size + offsets
-            put(host["recent_mapping"], np.where(columns == np.repeat(last, counts), slots, -1), pad=-1)
+            last = (ends - 1) // self._block_size
+            slots = (values[0] + 1) * self._block_size + offsets
+            values[3 + g] = np.where(columns == np.repeat(last, counts), slots, -1)
+            lengths = np.stack((ends, last * self._block_size, rows + 1))
             assert ((counts == 1) | (starts % self._block_size == 0)).all(), "a chunk begins inside a block"
-        cu = host["cu_seqlens_q"]
-        cu[: padded_decodes + 1] = np.arange(padded_decodes + 1)
-        cu[padded_decodes + 1 :] = padded_decodes + total - decodes
-        cu[padded_decodes + 1 : padded_decodes + 1 + n - decodes] = padded_decodes + np.cumsum(counts[decodes:])
-        wanted = len(logits_index)
-        for name, values, pad_value in (
-            ("logits_index", np.where(logits_index < decodes, 0, padded_decodes - decodes) + logits_index, 0),
-            ("logits_rows", token_rows[logits_index], self.no_row),
-            ("next_positions", positions[logits_index] + 1, 0),
-        ):
-            host[name][:wanted], host[name][wanted:] = values, pad_value
+        decodes, padded = sizes.num_decodes, shape.num_decodes
+
+        with_prompts = shape.num_seqs > padded
+
+        def put(target: np.ndarray, source: np.ndarray, padding: np.ndarray | int = 0) -> None:
+            """Columns of sequences or of tokens: the decodes, then the prompts, each followed by padding."""
+            target[:, :decodes], target[:, decodes:padded] = source[:, :decodes], padding
+            if with_prompts:
+                end = padded + source.shape[1] - decodes
+                target[:, padded:end], target[:, end:] = source[:, decodes:], padding
+
+        put(tokens, values, self._token_padding)
+        put(seqs[1:, :-1], lengths)
+        put(tables.reshape(g, shape.num_seqs, shape.table_width), self._tables[:, rows, : shape.table_width])
+        cu, wanted = seqs[0], len(logits_index)
+        cu[: padded + 1] = np.arange(padded + 1)
+        logits[0, :wanted] = logits_index
+        logits[1:, :wanted] = values[:2, logits_index]
+        logits[2, :wanted] += 1
+        logits[:, wanted:] = self._logits_padding
+        if with_prompts:
+            cu[padded + 1 :] = padded + sizes.num_tokens - decodes
+            cu[padded + 1 : padded + 1 + len(scheduled) - decodes] = padded + np.cumsum(counts[decodes:])
+            logits[0, :wanted] += (padded - decodes) * (logits_index >= decodes)
 
     def _update_tables(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Append to the host's tables the blocks that each request got since it last ran."""
         for item in scheduled:
             row = item.request.row
+            assert row is not None
             for g, table in enumerate(item.request.block_tables):
-                filled = self._filled[g, row]
+                filled = self._filled[g][row]
                 if len(table) != filled:
                     self._tables[g, row, filled : len(table)] = table[filled:]
-                    self._filled[g, row] = len(table)
+                    self._filled[g][row] = len(table)
 
 
 class _Staging:
@@ -302,16 +353,31 @@ class _Staging:
             self._copied.record(torch.cuda.current_stream(self._device))
 
 
-def _token_ids(scheduled: Sequence[ScheduledRequest], total: int) -> np.ndarray:
-    """[total] token ids of the step; -1 where only the device knows the token."""
-    ids = np.full(total, -1, dtype=np.int64)
-    at = 0
-    for request, count, start, _ in scheduled:
-        if count == 1:
-            if start < len(request.token_ids):
-                ids[at] = request.token_ids[start]
-        else:
+def _first_tokens(scheduled: Sequence[ScheduledRequest]) -> np.ndarray:
+    """[4, num_seqs] int64: row, position and id of each sequence's first token in the step, and how many follow from it
+    on; an id that only the device knows is -1."""
+    return np.array(
+        [
+            (request.row, start, request.token_ids[start] if start < len(request.token_ids) else -1, count)
+            for request, count, start, _ in scheduled
+        ],
+        dtype=np.int64,
+    ).T
+
+
+def _tokens(scheduled: Sequence[ScheduledRequest], sizes: StepSizes, firsts: np.ndarray, height: int) -> np.ndarray:
+    """[height, num_tokens] int64: row, position and id of every token of the step, and room."""
+    tokens = np.empty((height, sizes.num_tokens), dtype=np.int64)
+    if sizes.num_tokens == sizes.num_seqs:
+        tokens[:3] = firsts[:3]
+        return tokens
+    counts = firsts[3]
+    before = np.cumsum(counts) - counts
+    tokens[:3] = np.repeat(firsts[:3], counts, axis=1)
+    tokens[1] += np.arange(sizes.num_tokens) - np.repeat(before, counts)
+    for at, (request, count, start, _) in zip(before.tolist(), scheduled, strict=True):
+        if count > 1:
             known = request.token_ids[start : start + count]
-            ids[at : at + len(known)] = known
-        at += count
-    return ids
+            tokens[2, at : at + len(known)] = known
+            tokens[2, at + len(known) : at + count] = -1
+    return tokens

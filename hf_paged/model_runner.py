@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +20,12 @@ from hf_paged.config import EngineConfig
 from hf_paged.cuda_graph import StepGraphs, StepTensors
 from hf_paged.fused_modules import RotaryCall, RotaryContext, leaves_tokens_out
 from hf_paged.kernels.cpu_launch import has_kernels
-from hf_paged.kernels.fused_ops import input_tokens, likeliest_tokens, restore_output, rope_write
+from hf_paged.kernels.fused_ops import input_tokens, likeliest_tokens, rope_write
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV, RecentRows
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.reshape_and_cache import write_kv
 from hf_paged.kv_cache import KVCache
-from hf_paged.model_inputs import InputBuilder, ModelInputs, of_last_tokens
+from hf_paged.model_inputs import InputBuilder, ModelInputs, StepPacking, StepSizes, of_last_tokens
 from hf_paged.packed_model import PackedModel
 from hf_paged.request import ScheduledRequest, SchedulerOutput
 
@@ -77,10 +78,9 @@ class StepContext(RotaryContext):
         sinks = call.sinks
         if layer.transform is not None:
             sinks = layer.transform.sinks(sinks, query, call.scale)
-        out = paged_attention(
+        return paged_attention(
             query, layer, meta, scale=call.scale, window=call.window, softcap=call.softcap, sinks=sinks, recent=recent
         )
-        return restore_output(out, layer.transform)
 
     def _pages(self, layer_idx: int) -> tuple[LayerKV, AttentionMetadata]:
         return self._kv_cache.layers[layer_idx], self._metadata[self._kv_cache.group_of[layer_idx]]
@@ -112,6 +112,7 @@ class StepLogits:
     rows: Tensor  # [num_sampled] int64, per-sequence row
     positions: Tensor  # [num_sampled] int64, index of the token to sample in its sequence
     greedy: Tensor | None  # [num_sampled] int64, the likeliest tokens, in `last_token` already; None = not looked for
+    of_prompts: bool  # prompt tokens that are not sampled have logits, too
 
     @property
     def sampled_logits(self) -> Tensor:
@@ -142,26 +143,34 @@ class ModelRunner:
         if config.cuda_graphs is True or (config.cuda_graphs == "auto" and _may_capture(model)):
             self.graphs = StepGraphs(self.builder, config, max_model_len=max_model_len, device=self.device)
 
-    @torch.inference_mode()
     def forward(self, plan: SchedulerOutput) -> StepLogits | None:
-        """Carry out a plan: move blocks, then run the model on the scheduled tokens; None when there are none."""
+        """Carry out a plan: move blocks, then run the model on the scheduled tokens; None when there are none.
+
+        Called in inference mode.
+        """
         self.builder.admit(plan.admitted)
         self.kv_cache.swap_out(plan.swap_out)
         self.kv_cache.swap_in(plan.swap_in)
         self.kv_cache.copy_blocks(plan.block_copies)
         if not plan.scheduled:
             return None
-        wanted = _WantedLogits.of(plan.scheduled)
-        tensors = self._step_tensors(plan.scheduled, wanted)
-        n = len(wanted.index)
-        rows, positions, greedy = tensors.rows[:n], tensors.next_positions[:n], tensors.greedy
-        greedy = None if greedy is None else greedy[:n]
+        sizes = StepSizes.of(plan.scheduled)
+        wanted = _WantedLogits.of(plan.scheduled, sizes)
+        tensors = self._step_tensors(plan.scheduled, sizes, wanted).first(len(wanted.tokens))
+        rows, positions, greedy = tensors.rows, tensors.next_positions, tensors.greedy
         sampled = None
         if wanted.sampled is not None:
             sampled = torch.from_numpy(wanted.sampled).to(self.device, non_blocking=True)
             rows, positions = rows[sampled], positions[sampled]
             greedy = None if greedy is None else greedy[sampled]
-        return StepLogits(logits=tensors.logits[:n], sampled=sampled, rows=rows, positions=positions, greedy=greedy)
+        return StepLogits(
+            logits=tensors.logits,
+            sampled=sampled,
+            rows=rows,
+            positions=positions,
+            greedy=greedy,
+            of_prompts=wanted.of_prompts,
+        )
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
@@ -169,14 +178,17 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.capture_all(self._run_captured)
 
-    def _step_tensors(self, scheduled: list[ScheduledRequest], wanted: _WantedLogits) -> StepTensors:
+    def _step_tensors(self, scheduled: list[ScheduledRequest], sizes: StepSizes, wanted: _WantedLogits) -> StepTensors:
         """Replay the step where it is captured, otherwise launch it kernel by kernel."""
         if self.graphs is not None and not wanted.of_prompts:
-            captured = self.graphs.get(scheduled, self._run_captured)
+            captured = self.graphs.get(sizes, self._run_captured)
             if captured is not None:
-                return captured.replay(scheduled, wanted.index)
-        packing, buffer = self.builder.build(scheduled, wanted.index)
-        inputs = ModelInputs.from_parts(packing.on_device(buffer), **_bounds(scheduled))
+                return captured.replay(scheduled, sizes, wanted.tokens)
+        packing = StepPacking(self.builder.shape_of(sizes, len(wanted.tokens)))
+        parts = packing.on_device(self.builder.build(scheduled, sizes, wanted.tokens, packing))
+        inputs = ModelInputs.from_parts(
+            parts, num_decodes=sizes.num_decodes, max_seqlen_q=sizes.max_seqlen_q, max_seq_len=sizes.max_seq_len
+        )
         return StepTensors.of(inputs, self._run(inputs, last_only=not wanted.of_prompts))
 
     def _run(self, inputs: ModelInputs, *, last_only: bool) -> Tensor:
@@ -204,37 +216,40 @@ def _may_capture(model: PackedModel) -> bool:
     return has_kernels(model.specs[0].dtype) and not hooked
 
 
-@dataclass(frozen=True, kw_only=True)
-class _WantedLogits:
+class _WantedLogits(NamedTuple):
     """Which tokens of a step need logits."""
 
-    index: np.ndarray  # [num_logits] tokens of the step
-    sampled: np.ndarray | None  # [num_sampled] rows of `index` that are sampled; None = all, in order
-    of_prompts: bool  # more than one row of some sequence
+    tokens: np.ndarray  # [num_logits] their indices in the step
+    sampled: np.ndarray | None = None  # [num_sampled] which of `tokens` are sampled; None = all, in order
+    of_prompts: bool = False  # more than one row of some sequence
 
     @classmethod
-    def of(cls, scheduled: list[ScheduledRequest]) -> _WantedLogits:
-        counts = np.fromiter((item.num_scheduled_tokens for item in scheduled), np.int64, len(scheduled))
-        last = np.cumsum(counts) - 1
-        samples = np.fromiter((item.samples for item in scheduled), bool, len(scheduled))
-        prompts = [i for i, item in enumerate(scheduled) if wants_prompt_logprobs(item)]
-        if not prompts:
-            if samples.all():
-                return cls(index=last, sampled=None, of_prompts=False)
-            if counts.max() == 1:  # logits of every token need no index of tokens
-                return cls(index=last, sampled=np.flatnonzero(samples), of_prompts=False)
-            # A model always computes at least one row of logits; take one that nobody reads.
-            index = last[samples] if samples.any() else last[:1]
-            sampled = None if samples.any() else np.empty(0, np.int64)
-            return cls(index=index, sampled=sampled, of_prompts=False)
+    def of(cls, scheduled: list[ScheduledRequest], sizes: StepSizes) -> _WantedLogits:
+        prompts = [wants_prompt_logprobs(item) for item in scheduled]
+        if any(prompts):
+            return cls._of_prompts(scheduled, prompts)
+        counts = [item.num_scheduled_tokens for item in scheduled]
+        last = np.arange(len(counts)) if sizes.num_tokens == len(counts) else np.cumsum(counts) - 1
+        samples = [item.samples for item in scheduled]
+        if all(samples):
+            return cls(last)
+        sampled = np.flatnonzero(samples)
+        if sizes.max_seqlen_q == 1:  # logits of every token need no index of tokens
+            return cls(last, sampled)
+        # A model always computes at least one row of logits; take one that nobody reads.
+        return cls(last[sampled]) if len(sampled) else cls(last[:1], sampled)
+
+    @classmethod
+    def _of_prompts(cls, scheduled: list[ScheduledRequest], prompts: list[bool]) -> _WantedLogits:
         tokens: list[int] = []
-        sampled_at: list[int] = []
-        for i, item in enumerate(scheduled):
-            first = last[i] - counts[i] + 1 if i in prompts else last[i] if item.samples else last[i] + 1
-            tokens.extend(range(first, last[i] + 1))
+        sampled: list[int] = []
+        end = 0
+        for item, wants_all in zip(scheduled, prompts, strict=True):
+            end += item.num_scheduled_tokens
+            tokens += range(end - (item.num_scheduled_tokens if wants_all else item.samples), end)
             if item.samples:
-                sampled_at.append(len(tokens) - 1)
-        return cls(index=np.array(tokens, np.int64), sampled=np.array(sampled_at, np.int64), of_prompts=True)
+                sampled.append(len(tokens) - 1)
+        return cls(np.array(tokens, np.int64), np.array(sampled, np.int64), of_prompts=True)
 
 
 def wants_prompt_logprobs(item: ScheduledRequest) -> bool:
@@ -245,19 +260,12 @@ def wants_prompt_logprobs(item: ScheduledRequest) -> bool:
 
 def prompt_logits(plan: SchedulerOutput, step: StepLogits | None) -> Iterator[tuple[ScheduledRequest, Tensor]]:
     """The chunks of `wants_prompt_logprobs`, each with its logits in the step, `[num_scheduled_tokens, vocab]`."""
+    if step is None or not step.of_prompts:
+        return
     at = 0
     for item in plan.scheduled:
         wanted = wants_prompt_logprobs(item)
         count = item.num_scheduled_tokens if wanted else int(item.samples)
         if wanted:
-            assert step is not None
             yield item, step.logits[at : at + count]
         at += count
-
-
-def _bounds(scheduled: list[ScheduledRequest]) -> dict[str, int]:
-    return {
-        "num_decodes": sum(item.num_scheduled_tokens == 1 for item in scheduled),
-        "max_seqlen_q": max(item.num_scheduled_tokens for item in scheduled),
-        "max_seq_len": max(item.start + item.num_scheduled_tokens for item in scheduled),
-    }

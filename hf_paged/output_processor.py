@@ -140,8 +140,13 @@ class OutputProcessor:
 
     def collect(self, touched: Iterable[Request]) -> list[RequestOutput]:
         """Outputs of the groups that these requests belong to: those that ended, and those that stream."""
+        groups = {}
+        for request in touched:
+            group, _ = self._sequences[request.request_id]
+            if group.stream or request.is_finished:
+                groups[group.request_id] = group
         outputs = []
-        for group in {id(g): g for g, _ in (self._sequences[r.request_id] for r in touched)}.values():
+        for group in groups.values():
             if group.is_finished:
                 outputs.append(self._terminal_output(group))
                 self._forget(group)

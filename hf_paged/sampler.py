@@ -67,11 +67,11 @@ class Sampler:
             requests: the n requests, for the host to know what work they need.
             greedy: `[n]` int64, the argmax of `logits` where it is known already.
         """
-        self.state.flush()
-        needs = self.state.needs(r.row for r in requests if r.row is not None)
+        batch = [request.row for request in requests if request.row is not None]
+        self.state.flush(batch)
+        needs = self.state.needs(batch)
         return self.sample(logits, rows, positions, needs, greedy)
 
-    @torch.no_grad()
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, needs: SamplingNeeds, greedy: Tensor | None = None
     ) -> SamplerOutput:

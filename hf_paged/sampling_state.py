@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ _ALWAYS = (1 << 63) - 1  # an edit that no position ends
 _MIN_EDITS = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingNeeds:
+class SamplingNeeds(NamedTuple):
     """What a batch asks of the sampler beyond an argmax."""
 
     random: bool = False  # some row has a temperature
@@ -130,13 +130,12 @@ class SamplingState:
 
     def needs(self, rows: Iterable[int]) -> SamplingNeeds:
         """What a batch of these rows needs."""
-        rows = list(rows)
-        wanted = [self._num_logprobs[row] for row in rows if row in self._num_logprobs] if self._num_logprobs else []
+        batch = set(rows)
         return SamplingNeeds(
-            random=not self._random.isdisjoint(rows),
-            edits=not self._edited.isdisjoint(rows),
-            penalties=not self._penalized.isdisjoint(rows),
-            num_logprobs=max(wanted, default=None),
+            random=not self._random.isdisjoint(batch),
+            edits=not self._edited.isdisjoint(batch),
+            penalties=not self._penalized.isdisjoint(batch),
+            num_logprobs=max([self._num_logprobs[row] for row in batch & self._num_logprobs.keys()], default=None),
         )
 
     def check(self, params: SamplingParams) -> None:
@@ -145,11 +144,16 @@ class SamplingState:
             if token >= self.vocab_size:
                 raise ValueError(f"logit_bias names token {token}; the vocabulary is 0..{self.vocab_size - 1}")
 
-    def flush(self) -> None:
-        """Bring the rows set since the last call to the device, in one copy that nobody waits for."""
+    def flush(self, rows: Iterable[int]) -> None:
+        """Bring to the device what was set of these rows, in one copy that nobody waits for.
+
+        A failure loses it, as their requests are lost then; what was set of other rows waits for their own step.
+        """
         if not self._pending:
             return
-        entries, self._pending = self._pending, {}
+        entries = {row: self._pending.pop(row) for row in rows if row in self._pending}
+        if not entries:
+            return
         self._make_room(entries.values())
         penalized = {row: entry for row, entry in entries.items() if row in self._penalized}
         ints, floats = _settings(entries)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_paged.cuda_graph import StepBucket
 from hf_paged.kernels import cpu_launch
+from hf_paged.model_inputs import StepSizes
 from hf_paged.request import Request, ScheduledRequest
 
 needs_numba = pytest.mark.skipif(not cpu_launch.has_kernels(torch.bfloat16), reason="needs Numba and libgomp")
@@ -108,9 +109,10 @@ def test_hooks_are_called_in_every_step() -> None:
 def test_rows_are_padded_on_a_cpu_where_that_is_free(rows: int, padded: int | None) -> None:
     requests = [Request(f"{i}", [1, 2, 3], GREEDY) for i in range(rows)]
     scheduled = [ScheduledRequest(request, 1, 2, True) for request in requests]
-    bucket = StepBucket.on_cpu(scheduled, max_num_seqs=256, max_model_len=512)
+    bucket = StepBucket.on_cpu(StepSizes.of(scheduled), max_num_seqs=256, max_model_len=512)
     assert (bucket and bucket.num_decodes) == padded
-    assert StepBucket.on_cpu([ScheduledRequest(requests[0], 2, 0, True)], max_num_seqs=256, max_model_len=512) is None
+    prompt = StepSizes.of([ScheduledRequest(requests[0], 2, 0, True)])
+    assert StepBucket.on_cpu(prompt, max_num_seqs=256, max_model_len=512) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

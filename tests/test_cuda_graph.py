@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_engine import llm, tiny_llama, tiny_mistral
 from transformers import PreTrainedModel
 
-from hf_paged.cuda_graph import StepBucket
-from hf_paged.model_inputs import ModelInputs
+from hf_paged.cuda_graph import CapturedStep, StepBucket
+from hf_paged.model_inputs import ModelInputs, StepSizes
 from hf_paged.request import Request, ScheduledRequest
 from hf_paged.sampling_params import SamplingParams
 
 LIMITS = {"max_num_seqs": 48, "max_model_len": 3000}
 
 
-def planned(*lengths: int) -> list[ScheduledRequest]:
-    return [
-        ScheduledRequest(
-            Request(str(i), list(range(1, 200)), SamplingParams()), length, 100 if length == 1 else 0, True
-        )
-        for i, length in enumerate(lengths)
-    ]
+def planned(*lengths: int) -> StepSizes:
+    requests = (Request(str(i), list(range(1, 200)), SamplingParams()) for i in range(len(lengths)))
+    return StepSizes.of(
+        [
+            ScheduledRequest(request, length, 100 if length == 1 else 0, True)
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,12 +90,13 @@ def test_padding_changes_no_logits_and_writes_nowhere(make: type[PreTrainedModel
         after = [slot.clone() for slot in slots]
         for slot, old in zip(slots, before, strict=True):
             slot.copy_(old)
-        bucket = StepBucket.of(plan.scheduled, max_num_seqs=8, max_model_len=64)
+        sizes = StepSizes.of(plan.scheduled)
+        bucket = StepBucket.of(sizes, max_num_seqs=8, max_model_len=64)
         assert bucket == StepBucket(num_decodes=8, num_prompt_tokens=32, max_seq_len=64)
         packing = bucket.packing(engine.config.block_size, runner.builder.num_groups, bool(recent))
         buffer = torch.full((packing.num_bytes,), 77, dtype=torch.uint8)
         index = torch.tensor([0, 1, 8, 21]).numpy()
-        packing, buffer = runner.builder.build(plan.scheduled, index, packing=packing, buffer=buffer)
+        runner.builder.build(plan.scheduled, sizes, index, packing, buffer)
         inputs = ModelInputs.from_parts(packing.on_device(buffer), num_decodes=8, max_seqlen_q=32, max_seq_len=64)
         tensors = runner._run_captured(inputs)
     got = tensors.logits[:4]
@@ -106,3 +112,50 @@ def test_padding_changes_no_logits_and_writes_nowhere(make: type[PreTrainedModel
             assert torch.equal(slot, written)  # codes
         else:
             assert torch.allclose(slot.view(torch.float32), written.view(torch.float32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_step_without_the_memory_for_its_capture_runs_without_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, strict: bool
+) -> None:
+    """Memory that requests need is not owed to a graph; who asked for graphs by name is told."""
+
+    def no_memory(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("hf_paged.cuda_graph.CapturedStep", no_memory)
+    graphs = llm(tiny_llama(), max_num_seqs=8, max_model_len=64).engine.runner.graphs
+    assert graphs is not None
+    if strict:
+        graphs._config = replace(graphs._config, cuda_graphs=True)
+        with pytest.raises(torch.OutOfMemoryError):
+            graphs.get(planned(1, 1), no_memory)  # type: ignore[arg-type]  # never called
+        return
+    for _ in range(2):
+        assert graphs.get(planned(1, 1), no_memory) is None  # type: ignore[arg-type]  # never called
+    assert caplog.text.count("no memory to capture") == 1
+
+
+def test_steps_are_captured_on_the_device_of_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own capture stream is one a process: a model on another device would run beside an empty graph."""
+    entered: list[object] = []
+    monkeypatch.setattr("torch.cuda.CUDAGraph", lambda: "graph")
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr("torch.cuda.device", lambda device: entered.append(device) or nullcontext())
+    monkeypatch.setattr(
+        "torch.cuda.graph", lambda graph, pool, stream: entered.append((graph, pool, stream)) or nullcontext()
+    )
+    engine = llm(tiny_llama(), max_num_seqs=8, max_model_len=64).engine
+    bucket = StepBucket(num_decodes=8, num_prompt_tokens=0, max_seq_len=64)
+    second = SimpleNamespace(type="cuda", index=1)  # tensors stay on the CPU
+    monkeypatch.setattr("torch.zeros", lambda *args, device, zeros=torch.zeros, **kw: zeros(*args, **kw))
+    runner = engine.runner
+    CapturedStep(
+        runner._run_captured,
+        runner.builder,
+        bucket,
+        block_size=16,
+        device=second,
+        pool="pool",  # type: ignore[arg-type]  # stands for cuda:1
+    )
+    assert entered == [second, ("graph", "pool", f"stream of {second}")]
