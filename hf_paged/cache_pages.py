@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hf_paged.attention import CONTEXT_TAG, AttentionCall
 from hf_paged.block_tables import BlockTables, Ints
-from hf_paged.kernels.fused_ops import restore_output
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.reference import gather_pages
@@ -183,7 +182,6 @@ class CachePages:
             softcap=call.softcap,
             sinks=sinks,
         )
-        out = restore_output(out, layer.transform)
         if tensors.live is not None:
             padded = out.new_zeros(batch * q_len, *out.shape[1:])
             padded[tensors.live] = out

@@ -22,6 +22,9 @@ from hf_paged.kernels.layout import AttentionMetadata, GroupPages, LayerKV, Page
 from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.tiles import LOG2_E
 
+# So many KV heads of sequences are joined by a program each, with all heads that share one; fewer by more programs.
+_MANY_HEADS = 64
+
 
 @on_device
 def decode_attention(
@@ -38,11 +41,13 @@ def decode_attention(
 ) -> None:
     """Attention of the first `meta.num_decodes` rows of `query` `[T, heads, head_dim]`, into the same rows of `out`.
 
-    Allocates only through torch (graph-safe) and never synchronises. Rows with `seq_lens` 0 become zeros.
+    Allocates only through torch (graph-safe) and never synchronises. Rows with `seq_lens` 0 become zeros. V's offset is
+    added to the others where it is all that `layer.transform` does to the output (`value_offset_of`).
     """
     shares = attend_shares(
         query, layer, meta, out, scale=scale, window=window, softcap=softcap, sinks=sinks, config=config
     )
+    offset = value_offset_of(layer)
     grid, shape = join_launch(shares, meta.num_decodes, layer.k.tensor.shape[1])
     join_kernel[grid](
         out,
@@ -50,11 +55,13 @@ def decode_attention(
         shares.lse,
         meta.seq_lens,
         shares.lse if sinks is None else sinks,
+        shares.partial if offset is None else offset,
         meta.num_decodes,
         window or 0,
         shares.config.programs,
         WINDOW=window is not None,
         SINKS=0 if sinks is None else sinks.dim(),
+        OFFSET=offset is not None,
         **shape,
     )
 
@@ -98,7 +105,11 @@ def attend_shares(
     k_scale, v_scale = scale_of(layer.k), scale_of(layer.v)
     sinks_kind = 3 if lse is not None else 0 if sinks is None else sinks.dim()
     by_head = lse if lse is not None else query if sinks is None else sinks
-    operands = (out, partial, partial_lse, query, k, k_scale, v, v_scale, meta.block_tables, meta.seq_lens, by_head)
+    offset = None if lse is not None else value_offset_of(layer)
+    operands = (
+        out, partial, partial_lse, query, k, k_scale, v, v_scale, meta.block_tables, meta.seq_lens, by_head,
+        partial if offset is None else offset,
+    )  # fmt: skip
     strides = (*query.stride()[:2], *(x.stride(0) for x in (k, k_scale, v, v_scale, meta.block_tables)))
     numbers = (*base2_scale(scale, softcap), window or 0, num_seqs, kv_heads)
     arguments: tuple[Any, ...] = (*operands, *strides, *numbers)
@@ -110,6 +121,7 @@ def attend_shares(
         "WINDOW": window is not None,
         "SOFTCAP": softcap is not None,
         "SINKS": sinks_kind,
+        "OFFSET": offset is not None,
     }
     if config.in_registers:
         _launch_registers(arguments, shape, layer, config)
@@ -153,10 +165,17 @@ def join_launch(shares: Shares, num_seqs: int, kv_heads: int) -> tuple[tuple[int
     """Grid and constants of a joining kernel: one program for the heads of a KV head, more for a long sequence's."""
     config, (group, v_dim) = shares.config, shares.partial.shape[2:]
     heads, h_block, columns = group, triton.next_power_of_2(group), triton.next_power_of_2(v_dim)
-    many = config.programs >= 16 * num_seqs * kv_heads
-    if many:
-        heads = h_block = 1
-    columns = min(columns, 32 if many else max(1024 // h_block, 32))  # a warp holds four parts of 1,024 values
+    parts = triton.next_power_of_2(triton.cdiv(config.programs, num_seqs * kv_heads))  # of a head, about
+    if parts >= 16:  # all of them at once: 64 values for a lane of at most four warps
+        if num_seqs * kv_heads < _MANY_HEADS:
+            heads = h_block = 1
+        columns = min(columns, 32)
+        step = min(parts, 256 // h_block)
+        num_warps = max(step * h_block * columns // 2048, 1)
+    else:  # a warp holds four parts of 1,024 values
+        columns = min(columns, max(1024 // h_block, 32))
+        step = max(min(4096 // (h_block * columns), 8), 1)
+        num_warps = 1
     shape = {
         "GROUP": group,
         "HEADS": heads,
@@ -165,9 +184,9 @@ def join_launch(shares: Shares, num_seqs: int, kv_heads: int) -> tuple[tuple[int
         "COLUMNS": columns,
         "TILE": config.tile,
         "LEAST": config.least,
-        "STEP": 256 if many else max(min(4096 // (h_block * columns), 8), 1),
+        "STEP": step,
         "OVERLAP": config.overlap,
-        "num_warps": 4 if many else 1,
+        "num_warps": num_warps,
         **({"launch_pdl": True} if config.overlap else {}),
     }
     return (kv_heads * group // heads, num_seqs, triton.cdiv(v_dim, columns)), shape
@@ -190,6 +209,11 @@ def page_constants(query: Tensor, layer: LayerKV) -> dict[str, Any]:
 def channel_block(head_dim: int) -> int:
     """Channels of a tile that tl.dot takes: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(head_dim))
+
+
+def value_offset_of(layer: LayerKV) -> Tensor | None:
+    """V's offset, `[kv_heads, v_head_dim]` fp32, where adding it is all that `KVTransform.output` does; else None."""
+    return None if layer.transform is None or layer.transform.rotates_v else layer.transform.v_offset
 
 
 def base2_scale(scale: float, softcap: float | None) -> tuple[float, float]:

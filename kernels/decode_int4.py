@@ -68,7 +68,7 @@ def attend_int4(
     results,  # `result_pointers`
     K_TYPE: gl.constexpr, V_TYPE: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr, K_DIM: gl.constexpr,
     V_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-    SINKS: gl.constexpr,
+    SINKS: gl.constexpr, OFFSET: gl.constexpr,
 ):  # fmt: skip
     """Tiles of one sequence and KV head, from the first key to the stored result."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
@@ -107,7 +107,7 @@ def attend_int4(
         probs = gl.exp2(scores * factor[None, :] - top[None, :])  # one multiply-add
         sums = _add_values(v, probs, scales, 1.0 / v_unit, sums, V_TYPE, TILE, V_DIM, MMA)
         v, v_scale = _load(v_pages, block, row, V_TYPE, V_DIM, TILE, VL, H)
-    _store(sums, top, v_unit, results, V_TYPE, V_DIM, GROUP, SINKS)
+    _store(sums, top, v_unit, results, V_TYPE, V_DIM, GROUP, SINKS, OFFSET)
 
 
 @gluon.jit
@@ -192,9 +192,12 @@ def _rescaled(decay, unit_decay, sums, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _store(sums, top, v_unit, results, TYPE: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr, SINKS: gl.constexpr):
+def _store(
+    sums, top, v_unit, results, TYPE: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr, SINKS: gl.constexpr,
+    OFFSET: gl.constexpr,
+):  # fmt: skip
     """Sums / denominator into `out` for a whole head, else into a partial result."""
-    whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr = results
+    whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr, offset_ptr = results
     a0, a1, a2, a3, total, low_zeros, high_zeros = sums
     inverse = inverse_denominator(top, gl.sum(total, 0), whole, lse_ptr, sinks_ptr, GROUP, SINKS)
     low_zero = gl.sum(low_zeros, 0) * inverse
@@ -202,9 +205,13 @@ def _store(sums, top, v_unit, results, TYPE: gl.constexpr, DIM: gl.constexpr, GR
     if gl.uint8 == TYPE and DIM == 128:
         high_zero = gl.sum(high_zeros, 0) * inverse
     if whole:
-        store_heads(out_ptr, a0, a1, a2, a3, v_unit * inverse, low_zero, high_zero, TYPE, DIM, GROUP)
+        store_heads(
+            out_ptr, a0, a1, a2, a3, v_unit * inverse, low_zero, high_zero, offset_ptr, TYPE, DIM, GROUP, OFFSET
+        )
     else:
-        store_heads(partial_ptr, a0, a1, a2, a3, v_unit * inverse, low_zero, high_zero, TYPE, DIM, GROUP)
+        store_heads(
+            partial_ptr, a0, a1, a2, a3, v_unit * inverse, low_zero, high_zero, offset_ptr, TYPE, DIM, GROUP, False
+        )
 
 
 @gluon.jit

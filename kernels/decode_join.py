@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hf_paged.kernels.decode_shares import SCAN, survey, visible_tiles
+from hf_paged.kernels.decode_shares import SCAN, survey, value_offset, visible_tiles
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "held"])
@@ -16,13 +16,14 @@ def join_kernel(
     lse_ptr,  # [held, 2, GROUP] fp32, base 2
     seq_lens_ptr,  # [num_seqs] int32
     sinks_ptr,  # [heads], or [num_seqs, heads] where SINKS is 2
+    offset_ptr,  # [kv_heads, V_DIM] fp32, added to heads that have a key
     num_seqs, window, held,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,  # of a program: GROUP or 1
     H_BLOCK: tl.constexpr, V_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a program
     TILE: tl.constexpr, LEAST: tl.constexpr, STEP: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Heads of one KV head of one sequence: join their partial results, if there are any; zeros for an empty one."""
     if OVERLAP:  # what follows may start; it waits
@@ -30,13 +31,14 @@ def join_kernel(
     first_head = tl.program_id(0) * HEADS
     seq = tl.program_id(1)
     heads = tl.num_programs(0) * HEADS
+    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    offset = value_offset(offset_ptr, first_head // GROUP, d, V_DIM, OFFSET)
     tiles, first, last = programs_of(
         seq, first_head // GROUP, seq_lens_ptr, num_seqs, heads // GROUP, window, held, WINDOW, TILE, LEAST
     )
     if OVERLAP:  # every program, whatever it has to do: what follows this kernel follows the other one too
         gdc_wait()
     h = tl.arange(0, H_BLOCK)
-    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     out = out_ptr + (seq.to(tl.int64) * heads + first_head + h)[:, None] * V_DIM + d[None, :]
     mask = (h < HEADS)[:, None] & (d < V_DIM)[None, :]
     if tiles == 0:  # a padded row of a captured graph
@@ -51,7 +53,7 @@ def join_kernel(
         top = tl.load(sinks_ptr + at, mask=h < HEADS, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
     result, _ = joined(partial_ptr, lse_ptr, first, last, first_head % GROUP, top, total, d, GROUP, HEADS, V_DIM, STEP)
-    tl.store(out, result.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out, (result + offset[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_paged.kernels.decode_shares import SCAN, next_piece, result_pointers, share
+from hf_paged.kernels.decode_shares import SCAN, next_piece, result_pointers, share, value_offset
 from hf_paged.kernels.group_tile import group_tile
 from hf_paged.kernels.tiles import add_sinks, normalise_rows, softmax_step
 
@@ -29,6 +29,7 @@ def decode_portable_kernel(
     tables_ptr,  # [num_seqs, max_blocks] int32
     seq_lens_ptr,  # [num_seqs] int32
     sinks_ptr,  # [heads]; [num_seqs, heads] where SINKS is 2; 3: base-2 log-sum-exps of whole heads go there
+    offset_ptr,  # [kv_heads, V_DIM] fp32, added to whole heads
     q_stride_t, q_stride_h, k_stride, k_scale_stride, v_stride, v_scale_stride, tables_stride,
     scale,  # softmax scale; times log2 e without SOFTCAP, times 2 log2 e / softcap with it
     softcap,  # softcap * log2 e
@@ -37,7 +38,7 @@ def decode_portable_kernel(
     LEAST: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
     K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
     K_INT4: tl.constexpr, V_INT4: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
-    BYTE_PERMUTE: tl.constexpr, STAGES: tl.constexpr,
+    BYTE_PERMUTE: tl.constexpr, STAGES: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, SCAN)
     program, begin, end, seq, before = share(n, seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
@@ -57,9 +58,10 @@ def decode_portable_kernel(
             K_SCALED, V_SCALED, K_INT4, V_INT4, K_DOT, V_DOT, BYTE_PERMUTE, STAGES,
         )  # fmt: skip
         results = result_pointers(
-            out_ptr, partial_ptr, lse_ptr, sinks_ptr, program, seq, kv_head, kv_heads, first, whole, GROUP, V_DIM, SINKS
-        )
-        _store(acc, total, top, results, GROUP, V_DIM, SINKS)
+            out_ptr, partial_ptr, lse_ptr, sinks_ptr, offset_ptr, program, seq, kv_head, kv_heads, first, whole,
+            GROUP, V_DIM, SINKS,
+        )  # fmt: skip
+        _store(acc, total, top, results, GROUP, V_DIM, SINKS, OFFSET)
         begin += keys[1] - keys[0]
 
 
@@ -160,10 +162,10 @@ def _load(
 def _store(
     acc, total, top,
     results,  # `result_pointers`
-    GROUP: tl.constexpr, V_DIM: tl.constexpr, SINKS: tl.constexpr,
+    GROUP: tl.constexpr, V_DIM: tl.constexpr, SINKS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """The heads' result into `out`, their sinks included, if it is of all tiles (`whole`); else a partial one."""
-    whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr = results
+    whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr, offset_ptr = results
     row = tl.arange(0, acc.shape[0])
     dv = tl.arange(0, acc.shape[1])
     at = row[:, None] * V_DIM + dv[None, :]
@@ -174,7 +176,8 @@ def _store(
         elif SINKS:
             total, decay = add_sinks(total, top, sinks_ptr + row, row < GROUP)
             acc *= decay[:, None]
-        tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+        offset = value_offset(offset_ptr, 0, dv, V_DIM, OFFSET)
+        tl.store(out_ptr + at, (acc / total[:, None] + offset[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
     else:
         tl.store(partial_ptr + at, acc / total[:, None], mask=mask)
         tl.store(lse_ptr + row, top + tl.log2(total), mask=row < GROUP)

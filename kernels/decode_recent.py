@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hf_paged.kernels.decode_attention import attend_shares, base2_scale, join_launch
+from hf_paged.kernels.decode_attention import attend_shares, base2_scale, join_launch, value_offset_of
 from hf_paged.kernels.decode_join import joined, programs_of
+from hf_paged.kernels.decode_shares import value_offset
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 from hf_paged.kernels.on_device import on_device
 
@@ -37,6 +38,7 @@ def join_recent_kernel(
     starts_ptr,  # [num_seqs] int32, tokens that are read as codes
     seq_lens_ptr,  # [num_seqs] int32
     sinks_ptr,  # [heads], or [num_seqs, heads] where SINKS is 2
+    offset_ptr,  # [kv_heads, V_DIM] fp32, added to heads that have a key
     q_stride_t, q_stride_h, k_stride, v_stride,
     scale, softcap,  # as the decode kernels have them
     num_seqs, held,
@@ -47,7 +49,7 @@ def join_recent_kernel(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,  # taken at once
     TILE: tl.constexpr, LEAST: tl.constexpr, STEP: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Heads of one KV head of one sequence, as `join_kernel`."""
     if OVERLAP:
@@ -59,6 +61,7 @@ def join_recent_kernel(
     h = tl.arange(0, H_BLOCK)
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     q_row = q_ptr + seq * q_stride_t + first_head * q_stride_h
+    offset = value_offset(offset_ptr, kv_head, d, V_DIM, OFFSET)
     slot = tl.load(slots_ptr + seq).to(tl.int64)
     start = tl.load(starts_ptr + seq)
     count = tl.load(seq_lens_ptr + seq) - start
@@ -98,6 +101,7 @@ def join_recent_kernel(
     if SINKS:
         total += tl.exp2(sink - new_top)
     result = (acc * decay[:, None] + coded * weight[:, None]) / tl.where(total == 0.0, 1.0, total)[:, None]
+    result += tl.where(total == 0.0, 0.0, 1.0)[:, None] * offset[None, :]
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -153,6 +157,7 @@ def decode_recent(
     whole = torch.empty((num_seqs, heads, v_dim), dtype=torch.float32, device=out.device)
     whole_lse = torch.empty((num_seqs, heads), dtype=torch.float32, device=out.device)
     before = replace(meta, seq_lens=current.starts)
+    offset = value_offset_of(layer)
     shares = attend_shares(
         query, layer, before, whole, scale=scale, window=None, softcap=softcap, sinks=None, lse=whole_lse
     )
@@ -163,6 +168,7 @@ def decode_recent(
     join_recent_kernel[grid](
         out, whole, whole_lse, shares.partial, shares.lse, query, k, v, current.slots, current.starts, meta.seq_lens,
         query if sinks is None else sinks,
+        whole if offset is None else offset,
         *query.stride()[:2],
         k.stride(0),
         v.stride(0),
@@ -175,5 +181,6 @@ def decode_recent(
         KEYS=min(recent.block_size, max(32 * _WARPS * _ELEMENTS // widest, 1)),
         SOFTCAP=softcap is not None,
         SINKS=0 if sinks is None else sinks.dim(),
+        OFFSET=offset is not None,
         **shape,
     )  # fmt: skip

@@ -35,6 +35,8 @@ from hf_paged.kernels.register_tiles import (
     k_operand,
     k_pairs,
     parts,
+    plus_offset,
+    prefetch_rows,
     q_layout,
     q_operands,
     q_pairs,
@@ -59,6 +61,7 @@ def decode_registers_kernel(
     tables_ptr,  # [num_seqs, max_blocks] int32
     seq_lens_ptr,  # [num_seqs] int32
     sinks_ptr,  # [heads]; [num_seqs, heads] where SINKS is 2; 3: base-2 log-sum-exps of whole heads go there
+    offset_ptr,  # [kv_heads, V_DIM] fp32, added to whole heads
     q_stride_t, q_stride_h, k_stride, k_scale_stride, v_stride, v_scale_stride, tables_stride,
     scale,  # softmax scale; times log2 e without SOFTCAP, times 2 log2 e / softcap with it
     softcap,  # softcap * log2 e
@@ -67,7 +70,7 @@ def decode_registers_kernel(
     N: gl.constexpr,  # heads of a KV head, padded
     K_DIM: gl.constexpr, V_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, LEAST: gl.constexpr,
     WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, OVERLAP: gl.constexpr, INT4: gl.constexpr,
-    WAITS: gl.constexpr = False,
+    OFFSET: gl.constexpr, WAITS: gl.constexpr = False,
 ):  # fmt: skip
     if OVERLAP:  # the joining kernel may start now; it waits for all results
         gl.inline_asm_elementwise(
@@ -76,6 +79,16 @@ def decode_registers_kernel(
     n = gl.arange(0, SCAN, layout=gl.BlockedLayout([SCAN // 32], [32], [1], [0]))
     program, begin, end, seq, before = share(n, seq_lens_ptr, num_seqs, kv_heads, window, WINDOW, TILE, LEAST)
     if WAITS:  # every program: what follows this kernel follows the ones before it too
+        if begin < end:
+            seq, before, kv_head, _, _, keys = next_piece(
+                begin, end, seq, before, seq_lens_ptr, kv_heads, window, WINDOW, TILE
+            )
+            k = head_of_pages(k_ptr, k_scale_ptr, k_stride, k_scale_stride, kv_head * BLOCK_SIZE, K_DIM)
+            v = head_of_pages(v_ptr, v_scale_ptr, v_stride, v_scale_stride, kv_head * BLOCK_SIZE, V_DIM)
+            _prefetch(
+                keys, tables_ptr + seq.to(gl.int64) * tables_stride, k, v, k_ptr.dtype.element_ty,
+                v_ptr.dtype.element_ty, K_DIM, V_DIM, BLOCK_SIZE, TILE,
+            )  # fmt: skip
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
@@ -88,19 +101,34 @@ def decode_registers_kernel(
         k = head_of_pages(k_ptr, k_scale_ptr, k_stride, k_scale_stride, kv_head * BLOCK_SIZE, K_DIM)
         v = head_of_pages(v_ptr, v_scale_ptr, v_stride, v_scale_stride, kv_head * BLOCK_SIZE, V_DIM)
         results = result_pointers(
-            out_ptr, partial_ptr, lse_ptr, sinks_ptr, program, seq, kv_head, kv_heads, first, whole, GROUP, V_DIM, SINKS
-        )
+            out_ptr, partial_ptr, lse_ptr, sinks_ptr, offset_ptr, program, seq, kv_head, kv_heads, first, whole,
+            GROUP, V_DIM, SINKS,
+        )  # fmt: skip
         if INT4:
             attend_int4(
                 keys, table_ptr, q_row, q_stride_h, k, v, scale, softcap, results, k_ptr.dtype.element_ty,
-                v_ptr.dtype.element_ty, GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
+                v_ptr.dtype.element_ty, GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS, OFFSET,
             )  # fmt: skip
         else:
             _attend(
                 keys, table_ptr, q_row, q_stride_h, k, v, scale, softcap, results, k_ptr.dtype.element_ty,
-                v_ptr.dtype.element_ty, GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS,
+                v_ptr.dtype.element_ty, GROUP, N, K_DIM, V_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, SINKS, OFFSET,
             )  # fmt: skip
         begin += keys[1] - keys[0]
+
+
+@gluon.jit
+def _prefetch(
+    keys, table_ptr, k_pages, v_pages, K_TYPE: gl.constexpr, V_TYPE: gl.constexpr, K_DIM: gl.constexpr,
+    V_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """Ask the first two tiles into the L2. Not into registers: the step may still write them, and not only the newest
+    token, for a sequence may begin with blocks that another fills in this very step."""
+    for tile in range(keys[0], gl.minimum(keys[0] + 2, keys[1])):
+        block = block_of(table_ptr, tile, TILE, BLOCK_SIZE)
+        row = tile * TILE % BLOCK_SIZE
+        prefetch_rows(k_pages, block, row, K_TYPE, K_DIM, TILE)
+        prefetch_rows(v_pages, block, row, V_TYPE, V_DIM, TILE)
 
 
 @gluon.jit
@@ -112,7 +140,7 @@ def _attend(
     results,  # `result_pointers`
     K_TYPE: gl.constexpr, V_TYPE: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr, K_DIM: gl.constexpr,
     V_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-    SINKS: gl.constexpr,
+    SINKS: gl.constexpr, OFFSET: gl.constexpr,
 ):  # fmt: skip
     """Tiles of one sequence and KV head, from the first key to the stored result."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
@@ -150,12 +178,12 @@ def _attend(
         weights, decay, total, top, v_unit = _weigh(scores, v_scale, total, top, v_unit, V_TYPE, MMA)
         sums = _add_values(v, weights, decay, sums, TILE, V_WORDS, V_TYPE, MMA)
         v, v_scale = _load(v_pages, block, row, more, V_TYPE, V_WORDS, TILE, VL, MMA)
-    whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr = results
+    whole, out_ptr, partial_ptr, lse_ptr, sinks_ptr, offset_ptr = results
     factor = v_unit * inverse_denominator(top, gl.sum(total, 0), whole, lse_ptr, sinks_ptr, GROUP, SINKS)
     if whole:
-        _store(out_ptr, sums, factor, parts(V_TYPE), V_WORDS, N, GROUP)
+        _store(out_ptr, sums, factor, offset_ptr, parts(V_TYPE), V_WORDS, N, GROUP, OFFSET)
     else:
-        _store(partial_ptr, sums, factor, parts(V_TYPE), V_WORDS, N, GROUP)
+        _store(partial_ptr, sums, factor, offset_ptr, parts(V_TYPE), V_WORDS, N, GROUP, False)
 
 
 @gluon.jit
@@ -280,10 +308,11 @@ def _add_values(
 
 @gluon.jit
 def _store(
-    ptr, sums, factor,
-    PARTS: gl.constexpr, WORDS: gl.constexpr, N: gl.constexpr, GROUP: gl.constexpr,
+    ptr, sums, factor, offset_ptr,
+    PARTS: gl.constexpr, WORDS: gl.constexpr, N: gl.constexpr, GROUP: gl.constexpr, OFFSET: gl.constexpr,
 ):  # fmt: skip
-    """All heads into `[GROUP, V_DIM]` at `ptr`: 16 bytes per lane and store, in the order of channels."""
+    """All heads, plus `[V_DIM]` at `offset_ptr`, into `[GROUP, V_DIM]` at `ptr`: 16 bytes per lane and store, in the
+    order of channels."""
     RUN: gl.constexpr = run_of(WORDS)
     a0, a1, a2, a3 = sums
     a0 = a0 * factor[None, :]
@@ -292,11 +321,11 @@ def _store(
         x = gl.join(gl.join(a0, a2 * factor[None, :]), gl.join(a1, a3 * factor[None, :]))  # value 2 i + j at [i, j]
     else:
         x = gl.join(a0, a1)
-    x = x.to(ptr.dtype.element_ty)
     # row 8 (RUN y + x) + r is word RUN (8 y + r) + x, see `v_operand`
     x = x.reshape([WORDS // (8 * RUN), RUN, 8, N, PARTS]).permute([3, 0, 2, 1, 4]).reshape([N, WORDS * PARTS])
     head = gl.arange(0, N, layout=gl.SliceLayout(1, x.type.layout))
     channel = gl.arange(0, WORDS * PARTS, layout=gl.SliceLayout(0, x.type.layout))
+    x = plus_offset(x, offset_ptr, channel, OFFSET).to(ptr.dtype.element_ty)
     gl.store(ptr + (head * (WORDS * PARTS))[:, None] + channel[None, :], x, mask=(head < GROUP)[:, None])
 
 

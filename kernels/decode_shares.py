@@ -62,6 +62,7 @@ def survey(
     each = tl.cdiv(heads, programs)
     alike = (living > 0) & (last == living) & ((longest - shortest) * 16 <= longest)
     alike = alike & (heads * parts * 8 >= programs * each * 7)
+    parts = tl.cdiv(longest, tl.cdiv(longest, parts))  # the fewest whose longest has as many tiles: fewer to join
     programs = tl.where(alike, tl.cdiv(heads * parts, each), programs)
     return total, living, tl.where(alike, parts, 0), tl.where(alike, each, 1), programs
 
@@ -116,14 +117,24 @@ def next_piece(begin, end, seq, before, seq_lens_ptr, kv_heads, window, WINDOW: 
 
 @triton.jit
 def result_pointers(
-    out_ptr, partial_ptr, lse_ptr, sinks_ptr, program, seq, kv_head, kv_heads, first, whole,
+    out_ptr, partial_ptr, lse_ptr, sinks_ptr, offset_ptr, program, seq, kv_head, kv_heads, first, whole,
     GROUP: tl.constexpr, V_DIM: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Whether a piece is a whole head, and where its heads' rows of each tensor begin: a part has slot 1 or 0."""
+    """Whether a piece is a whole head, and where its heads' rows of each tensor begin: a part has slot 1 or 0. The last
+    is of the KV head."""
     row = (seq.to(tl.int64) * kv_heads + kv_head) * GROUP
     slot = (program * 2 + first.to(tl.int32)) * GROUP
     sink = (seq.to(tl.int64) * kv_heads * (SINKS // 2) + kv_head) * GROUP
-    return whole, out_ptr + row * V_DIM, partial_ptr + slot * V_DIM, lse_ptr + slot, sinks_ptr + sink
+    offset_ptr += kv_head * V_DIM
+    return whole, out_ptr + row * V_DIM, partial_ptr + slot * V_DIM, lse_ptr + slot, sinks_ptr + sink, offset_ptr
+
+
+@triton.jit
+def value_offset(offset_ptr, kv_head, d, V_DIM: tl.constexpr, OFFSET: tl.constexpr):
+    """Columns `d` of what was taken from a KV head's values before they were stored; zeros where nothing was."""
+    if OFFSET:
+        return tl.load(offset_ptr + kv_head * V_DIM + d, mask=d < V_DIM, other=0.0)
+    return d.to(tl.float32) * 0.0
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from hf_paged.kernels.register_tiles import code_values, run_of
+from hf_paged.kernels.register_tiles import code_values, plus_offset, run_of
 
 CODE_UNIT = gl.constexpr(2.0**24)  # a code read as fp16 bits is code / CODE_UNIT
 
@@ -219,9 +219,11 @@ def value_operands(v, TYPE: gl.constexpr, TILE: gl.constexpr, DIM: gl.constexpr,
 
 @gluon.jit
 def store_heads(
-    ptr, a0, a1, a2, a3, factor, low_zero, high_zero, TYPE: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr
-):
-    """Values of all heads, accumulators * factor + zero, into `[GROUP, DIM]` at `ptr`: neighbours, lane by lane."""
+    ptr, a0, a1, a2, a3, factor, low_zero, high_zero, offset_ptr, TYPE: gl.constexpr, DIM: gl.constexpr,
+    GROUP: gl.constexpr, OFFSET: gl.constexpr,
+):  # fmt: skip
+    """Values of all heads, accumulators * factor + zero + offset, into `[GROUP, DIM]` at `ptr`: neighbours, lane by
+    lane."""
     WIDTH: gl.constexpr = DIM // 4
     N: gl.constexpr = a0.shape[1] // 2
     if gl.uint8 == TYPE:  # row 8 x + r of an accumulator is word WIDTH / 8 * r + x, see `int4_v_operand`
@@ -229,23 +231,24 @@ def store_heads(
         high = gl.join(a1, a3).reshape([WIDTH // 8, 8, N, 2, 2]).permute([2, 1, 0, 4, 3]).reshape([N, DIM // 2, 2])
         low, _ = gl.split(low)
         _, high = gl.split(high)
-        _store_rows(ptr, low, factor * CODE_UNIT, low_zero, DIM, GROUP)
-        _store_rows(ptr + DIM // 2, high, factor * (CODE_UNIT * 0.0625), high_zero, DIM, GROUP)
+        _store_rows(ptr, low, factor * CODE_UNIT, low_zero, offset_ptr, DIM, GROUP, OFFSET)
+        high_factor = factor * (CODE_UNIT * 0.0625)
+        _store_rows(ptr + DIM // 2, high, high_factor, high_zero, offset_ptr + DIM // 2, DIM, GROUP, OFFSET)
     else:  # row 8 (RUN y + x) + r is word RUN (8 y + r) + x, see `register_tiles.v_operand`
         RUN: gl.constexpr = run_of(WIDTH)
         x = gl.join(gl.join(a0, a2), gl.join(a1, a3))  # value 2 i + j at [i, j]
         x = x.reshape([WIDTH // (8 * RUN), RUN, 8, N, 2, 4]).permute([3, 0, 2, 1, 5, 4]).reshape([N, DIM, 2])
         low, _ = gl.split(x)
-        _store_rows(ptr, low, factor, low_zero * 0.0, DIM, GROUP)
+        _store_rows(ptr, low, factor, low_zero * 0.0, offset_ptr, DIM, GROUP, OFFSET)
 
 
 @gluon.jit
-def _store_rows(ptr, x, factor, zero, DIM: gl.constexpr, GROUP: gl.constexpr):
-    """`x` `[N, channels]` * factor + zero into the rows of DIM at `ptr`."""
+def _store_rows(ptr, x, factor, zero, offset_ptr, DIM: gl.constexpr, GROUP: gl.constexpr, OFFSET: gl.constexpr):
+    """`x` `[N, channels]` * factor + zero + offset into the rows of DIM at `ptr`."""
     L: gl.constexpr = x.type.layout
     head = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, L))
     channel = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, L))
     factor = gl.convert_layout(factor, gl.SliceLayout(1, L))
     zero = gl.convert_layout(zero, gl.SliceLayout(1, L))
-    x = (x * factor[:, None] + zero[:, None]).to(ptr.dtype.element_ty)
+    x = plus_offset(x * factor[:, None] + zero[:, None], offset_ptr, channel, OFFSET).to(ptr.dtype.element_ty)
     gl.store(ptr + (head * DIM)[:, None] + channel[None, :], x, mask=(head < GROUP)[:, None])

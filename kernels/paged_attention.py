@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hf_paged.kernels import reference
 from hf_paged.kernels.cpu_launch import on_cpu
+from hf_paged.kernels.fused_ops import restore_output
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV, RecentRows
 
 
@@ -20,11 +21,12 @@ def paged_attention(
     sinks: Tensor | None = None,
     recent: RecentRows | None = None,
 ) -> Tensor:
-    """Causal attention of `query` `[T, heads, head_dim]` over the pages of its sequences -> `[T, heads, v_head_dim]`.
+    """Causal attention of `query` `[T, heads, head_dim]` over its sequences' values, `[T, heads, v_head_dim]`.
 
-    `reference.paged_attention` defines the result. On a GPU nothing synchronises, and a step of decodes alone can be
-    captured in a CUDA graph: its launch depends on `meta`'s Python bounds only. Rows beyond `cu_seqlens_q[-1]` (padding
-    of a bucketed step) become zeros. `recent`: the step's own rows, where the layer keeps `recent` blocks.
+    `reference.paged_attention` defines it over what pages hold, `KVTransform.output` what is then done to it; `query`
+    meets stored keys. On a GPU nothing synchronises, and a step of decodes alone can be captured in a graph:
+    its launch depends on `meta`'s Python bounds only. Rows beyond `cu_seqlens_q[-1]` (padding of a bucketed step) are
+    zeros, transformed. `recent`: the step's own rows, where the layer keeps `recent` blocks.
     """
     if not query.is_cuda:
         decoded = None
@@ -35,11 +37,12 @@ def paged_attention(
                 decoded = cpu_attention.decode_attention(
                     query[: meta.num_decodes], layer, meta, scale=scale, window=window
                 )
-        return reference.paged_attention(
+        out = reference.paged_attention(
             query, layer, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, fast=True, decoded=decoded,
             recent=recent,
         )  # fmt: skip
-    from hf_paged.kernels.decode_attention import decode_attention  # Triton exists on Linux only
+        return restore_output(out, layer.transform)
+    from hf_paged.kernels.decode_attention import decode_attention, value_offset_of  # Triton exists on Linux only
     from hf_paged.kernels.decode_recent import decode_recent
     from hf_paged.kernels.prefill_attention import prefill_attention
 
@@ -53,4 +56,6 @@ def paged_attention(
         prefill_attention(
             query, layer, meta, out, scale=scale, window=window, softcap=softcap, sinks=sinks, recent=recent
         )
+    done = 0 if value_offset_of(layer) is None else meta.num_decodes  # rows that have V's offset already
+    restore_output(out[done:], layer.transform)
     return out

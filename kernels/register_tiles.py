@@ -278,6 +278,27 @@ def tile_words(ptr, stride, block, row, WORDS: gl.constexpr, TILE: gl.constexpr,
 
 
 @gluon.jit
+def prefetch_rows(pages, block, row, TYPE: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr):
+    """Ask TILE rows of a block from `row` on, and their scales, into the L2. `pages` as `head_of_pages` gives them."""
+    ptr, scale_ptr, stride, scale_stride = pages
+    WORDS: gl.constexpr = DIM // 8 if gl.uint8 == TYPE else DIM // parts(TYPE)
+    _prefetch(ptr + (block.to(gl.int64) * stride + row * WORDS), TILE * WORDS // 8, 8)
+    if gl.uint8 == TYPE:
+        _prefetch(scale_ptr + (block.to(gl.int64) * scale_stride + row * (DIM // 64)), TILE * (DIM // 64) // 8, 8)
+    elif parts(TYPE) == 4:
+        _prefetch(scale_ptr + (block.to(gl.int64) * scale_stride + row), TILE, 1)
+
+
+@gluon.jit
+def _prefetch(ptr, COUNT: gl.constexpr, STEP: gl.constexpr):
+    """Ask the sectors of COUNT elements into the L2, each STEP after the one before it."""
+    at = ptr + gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [1], [0])) * STEP
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def block_of(table_ptr, tile, TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """The block that holds a tile."""
     return gl.load(table_ptr + tile * TILE // BLOCK_SIZE)
@@ -296,6 +317,14 @@ def at_edge(tile, first_token, seq_len, TILE: gl.constexpr, WINDOW: gl.constexpr
     if WINDOW:
         edge = edge | (tile * TILE < first_token)
     return edge
+
+
+@gluon.jit
+def plus_offset(x, offset_ptr, channel, OFFSET: gl.constexpr):
+    """`x` `[N, channels]` with what was taken from the values of channels `channel` before they were stored."""
+    if OFFSET:
+        x += gl.load(offset_ptr + channel)[None, :]
+    return x
 
 
 @gluon.jit

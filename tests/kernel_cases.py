@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels import reference
+from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.kernels.layout import (
     UINT4,
     AttentionMetadata,
@@ -50,6 +51,7 @@ class Shape:
     row_sinks: bool = False  # other sinks for every query
     scale: float = 0.2
     recent: bool = False  # the current blocks are kept as they came; chunks begin at a block
+    v_offset: bool = False  # the output over values is that over stored ones and an offset of each channel
     device: str = "cpu"
 
 
@@ -98,11 +100,12 @@ def to_device(case: Case, device: str) -> Case:
         return type(p)(codes=move(p.codes), scale=move(p.scale))
 
     meta, recent, current = case.meta, case.layer.recent, case.meta.current
+    transform = None if case.layer.transform is None else case.layer.transform.to(device)
     if recent is not None:
         recent = LayerKV(k=pages(recent.k), v=pages(recent.v))
     return Case(
         query=case.query.to(device),
-        layer=LayerKV(k=pages(case.layer.k), v=pages(case.layer.v), recent=recent),
+        layer=LayerKV(k=pages(case.layer.k), v=pages(case.layer.v), recent=recent, transform=transform),
         recent=None if case.recent is None else RecentRows(**{k: x.to(device) for k, x in vars(case.recent).items()}),
         meta=AttentionMetadata(
             cu_seqlens_q=meta.cu_seqlens_q.to(device),
@@ -169,6 +172,15 @@ def make_case(shape: Shape, seed: int = 0) -> Case:
         layer, meta, recent = _keep_current_blocks(shape, layer, meta, key, value)
     heads = shape.kv_heads * shape.group
     query = randn(int(cu_seqlens[-1]), heads, shape.head_dim).to(shape.dtype)
+    if shape.v_offset:
+        transform = KVTransform(
+            k_offset=torch.zeros(shape.kv_heads, shape.head_dim),
+            k_factor=torch.ones(shape.kv_heads, shape.head_dim),
+            v_offset=randn(shape.kv_heads, v_dim),
+            rotates_k=False,
+            rotates_v=False,
+        )
+        layer = replace(layer, transform=transform)
     case = Case(
         query=query,
         layer=layer,
@@ -231,7 +243,11 @@ def definition(case: Case) -> Tensor:
     them under a mask.
     """
     case = with_null_block(to_device(case, "cpu"))
-    return reference.paged_attention(case.query, case.layer, case.meta, **case.options, recent=case.recent)
+    out = reference.paged_attention(case.query, case.layer, case.meta, **case.options, recent=case.recent)
+    if case.layer.transform is not None:
+        out = case.layer.transform.output(out)
+        out[: case.meta.num_decodes][case.meta.seq_lens[: case.meta.num_decodes] == 0] = 0
+    return out
 
 
 def stored_values(pages: Pages, table: Tensor, seq_len: int) -> Tensor:

@@ -9,15 +9,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import Shape, definition, empty_pages, make_case
+from kernel_cases import Shape, definition, empty_pages, make_case, to_device, with_null_block
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
-from attention_checks import DEVICE, check, definition_of_mixed, run_decode, run_prefill
+from attention_checks import DEVICE, check, definition_of_mixed, run_decode, run_prefill, run_recent
 
 from hf_paged.kernels import prefill_workspace
 from hf_paged.kernels.decode_config import DecodeConfig
 from hf_paged.kernels.layout import UINT4, PlainPages
+from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.prefill_config import PrefillConfig
 
 HALF = {"dtype": torch.float16, "k_format": torch.float16}
@@ -112,6 +113,26 @@ def test_heads_of_plain_pages_attend_side_by_side_or_a_few_at_a_time(monkeypatch
     result = run_prefill(case)
     check(result, definition(case)[case.meta.num_decodes :], shape)
     assert torch.equal(result, whole)
+
+
+@pytest.mark.parametrize("recent", [False, True])
+@pytest.mark.parametrize("programs", [1, 5, 64])
+def test_an_offset_of_values_is_added_once_to_heads_whole_or_shared(programs: int, recent: bool) -> None:
+    """Whole heads get it from the attention kernel, shared ones from the joining one, rows without keys not at all."""
+    shape = Shape(**INT8, **DECODES, group=4, v_head_dim=80, v_offset=True, recent=recent)
+    case = make_case(shape)
+    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=programs, least=1)
+    check(run_recent(case) if recent else run_decode(case, config), definition(case), shape)
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+def test_attention_over_values_undoes_what_was_done_to_them_in_every_row(rotates: bool) -> None:
+    """Decodes and prompts get it from different kernels: neither twice nor not at all."""
+    shape = Shape(q_lens=(1, 1, 3, 20), seq_lens=(70, 5, 37, 20), group=2, v_offset=True)
+    case = with_null_block(to_device(make_case(shape), DEVICE))
+    assert case.layer.transform is not None
+    case = replace(case, layer=replace(case.layer, transform=replace(case.layer.transform, rotates_v=rotates)))
+    check(paged_attention(case.query, case.layer, case.meta, **case.options), definition(case), shape)
 
 
 def test_no_query_is_lost_when_decodes_and_prompts_end_inside_a_tile() -> None:

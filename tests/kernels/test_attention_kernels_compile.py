@@ -42,8 +42,8 @@ def build(kernel, constants, num_warps, source=ASTSource, **pointers):
     return triton.compile(made, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
 
 
-INDICES = dict(tables_ptr="*i32", seq_lens_ptr="*i32", cu_seqlens_ptr="*i32", sinks_ptr="*bf16")
-FEATURES = dict(WINDOW=True, SOFTCAP=True, SINKS=2)
+INDICES = dict(tables_ptr="*i32", seq_lens_ptr="*i32", cu_seqlens_ptr="*i32", sinks_ptr="*bf16", offset_ptr="*fp32")
+FEATURES = dict(WINDOW=True, SOFTCAP=True, SINKS=2, OFFSET=True)
 for k, v, dims, group, tile in [
     ("int8", "int8", (128, 128), 4, 32), ("fp8", "bf16", (64, 128), 12, 16), ("bf16", "bf16", (256, 64), 8, 16),
 ]:
@@ -56,7 +56,7 @@ for k, v, dims, group, tile in [
                  v_scale_ptr="*fp16", **INDICES)
     assert made.metadata.shared == 0, made.metadata.shared
 constants = dict(GROUP=7, HEADS=7, H_BLOCK=8, V_DIM=96, COLUMNS=128, TILE=32, LEAST=2, STEP=8, WINDOW=True, SINKS=2,
-                 OVERLAP=arch >= 90)
+                 OFFSET=True, OVERLAP=arch >= 90)
 build(join_kernel, constants, 4, out_ptr="*bf16", partial_ptr="*fp32", lse_ptr="*fp32", **INDICES)
 constants = dict(DIM=128, BLOCK=128, BLOCK_SIZE=32, WINDOW=True, INT4=False)
 build(_dequantize, constants, 4, out_ptr="*bf16", codes_ptr="*i8", scale_ptr="*fp16", **INDICES)
@@ -74,7 +74,8 @@ parts = dict.fromkeys(("whole_ptr", "whole_lse_ptr", "partial_ptr", "lse_ptr"), 
 recent = dict(slots_ptr="*i32", starts_ptr="*i32") | {n: "*bf16" for n in ("out_ptr", "q_ptr", "k_ptr", "v_ptr")}
 for group, h_block, columns, keys, warps in ((1, 1, 128, 32, 4), (7, 8, 128, 16, 4)):
     constants = dict(GROUP=group, HEADS=group, H_BLOCK=h_block, K_DIM=128, V_DIM=128, K_BLOCK=128, COLUMNS=columns,
-                     BLOCK_SIZE=32, KEYS=keys, TILE=32, LEAST=1, STEP=8, SOFTCAP=True, SINKS=2, OVERLAP=arch >= 90)
+                     BLOCK_SIZE=32, KEYS=keys, TILE=32, LEAST=1, STEP=8, SOFTCAP=True, SINKS=2, OFFSET=True,
+                     OVERLAP=arch >= 90)
     build(join_recent_kernel, constants, warps, **parts, **recent, **INDICES)
 print("compiled", arch)
 """

@@ -33,7 +33,8 @@ pytestmark = pytest.mark.gpu
         ((128, 128), 7, {"window": 3, "sinks": True}),
         ((256, 256), 8, {"sinks": True}),
         ((64, 64), 8, {"row_sinks": True}),
-        ((64, 64), 1, {}),
+        ((64, 64), 1, {"v_offset": True}),
+        ((128, 256), 4, {"v_offset": True}),
     ],
     ids=str,
 )
@@ -64,7 +65,7 @@ def test_the_register_kernel_equals_the_definition(
 @pytest.mark.parametrize(
     ("head_dims", "group", "options"),
     [
-        ((128, 128), 4, {}),
+        ((128, 128), 4, {"v_offset": True}),
         ((64, 128), 7, {"softcap": 5.0}),
         ((128, 64), 1, {"window": 50}),
         ((128, 128), 8, {"window": 3, "sinks": True}),

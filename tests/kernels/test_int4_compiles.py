@@ -40,7 +40,7 @@ def build(kernel, constants, num_warps, source=ASTSource, **pointers):
     return triton.compile(made, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
 
 
-indices = dict(tables_ptr="*i32", seq_lens_ptr="*i32", sinks_ptr="*bf16")
+indices = dict(tables_ptr="*i32", seq_lens_ptr="*i32", sinks_ptr="*bf16", offset_ptr="*fp32")
 for k, v, dims, group, tile in [
     ("int4", "int4", (128, 128), 4, 32), ("int4", "int4", (64, 128), 7, 16),
     ("int8", "int4", (128, 64), 1, 32), ("int4", "fp8", (64, 64), 8, 16),
@@ -49,7 +49,7 @@ for k, v, dims, group, tile in [
         continue
     constants = dict(GROUP=group, N=padded_heads(group), K_DIM=dims[0], V_DIM=dims[1], BLOCK_SIZE=32, TILE=tile,
                      LEAST=2, OVERLAP=arch >= 90, WAITS=arch >= 90, INT4=True, WINDOW=True, SOFTCAP=True,
-                     SINKS=True)
+                     SINKS=True, OFFSET=True)
     made = build(decode_registers_kernel, constants, 1, GluonASTSource, out_ptr="*bf16", partial_ptr="*fp32",
                  lse_ptr="*fp32", q_ptr="*bf16", k_ptr=TYPES[k], v_ptr=TYPES[v], k_scale_ptr="*fp16",
                  v_scale_ptr="*fp16", **indices)
