@@ -193,14 +193,11 @@ class Engine:
         return outputs
 
     def _attempt(self, plan: SchedulerOutput, work: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
-        """Do part of a step; if it fails, its requests end in an error and the engine goes on with the others.
-
-        What the step should have stored cannot be trusted, so nobody may find it in the prefix cache.
-        """
+        """Do part of a step; if it fails, its requests end in an error and the engine goes on with the others."""
         try:
             return work()
         except BaseException as error:
-            self.scheduler.reset_prefix_cache()
+            self.scheduler.distrust(plan)
             if not isinstance(error, Exception):  # an interrupt: whoever steps the engine aborts its requests
                 raise
             logger.exception("a step of %d requests failed", len(plan.scheduled))

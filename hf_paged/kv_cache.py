@@ -211,14 +211,20 @@ class KVCache:
         return count
 
     def grow(self, num_blocks: int) -> None:
-        """Reallocate for `num_blocks` blocks and keep the contents; at most one slot exists twice at any time."""
-        for i, old in enumerate(self._slots):
-            self._slots[i] = old.new_empty((num_blocks, old.shape[1]))
-            self._slots[i][: self.num_blocks] = old
-            if self.num_blocks == 0:
-                self._slots[i][:1].zero_()
-        self.num_blocks = num_blocks
-        self.layers = self._view_pages()
+        """Reallocate for `num_blocks` blocks and keep the contents; at most one slot exists twice at any time.
+
+        Where a slot finds no memory the cache stays as it was, though slots before that one keep their new size.
+        """
+        try:
+            for i, old in enumerate(self._slots):
+                new = old.new_empty((num_blocks, old.shape[1]))
+                new[: self.num_blocks] = old[: self.num_blocks]
+                if self.num_blocks == 0:
+                    new[:1].zero_()
+                self._slots[i] = new
+            self.num_blocks = num_blocks
+        finally:
+            self.layers = self._view_pages()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]] | Tensor) -> None:
         """Copy whole blocks, (source, destination) each; sources are read before any destination is written."""

@@ -101,9 +101,9 @@ class PageStore:
             )
         now = self.pool.num_blocks
         size = max(now + missing, min(2 * now, self.enough))
+        for layer in self._layers.values():  # before the pool: where one finds no memory, no block is promised
+            layer.grow(max(size, layer.num_blocks))
         self.pool.grow(size)
-        for layer in self._layers.values():
-            layer.grow(size)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks, (source, destination), in every layer."""

@@ -174,6 +174,15 @@ class Scheduler:
         """Forget all cached content, because weights changed or a step failed after it was scheduled."""
         self.blocks.pool.reset_prefix_cache()
 
+    def distrust(self, output: SchedulerOutput) -> None:
+        """A step failed: nobody may go on from what it should have stored, in the prefix cache or in CPU memory."""
+        self.reset_prefix_cache()
+        copies = {block for _, block in output.swap_out}
+        for request in reversed(tuple(self.swapped)):
+            if any(not copies.isdisjoint(table) for table in request.cpu_block_tables):
+                self.swapped.remove(request)
+                self._recompute(request)
+
     def check_integrity(self) -> None:
         """Rows, queues and blocks fit together. Raises AssertionError."""
         queues = {
@@ -297,15 +306,19 @@ class Scheduler:
         self._leave_running(request)
         pairs = self.blocks.swap_out(request)
         if pairs is None:
-            self.blocks.release(request)
-            request.state = RequestState.WAITING
-            self.waiting.appendleft(request)
-            self.num_recompute_preemptions += 1
+            self._recompute(request)
         else:
             request.state = RequestState.SWAPPED
             self.swapped.appendleft(request)
             step.swap_out += pairs
             self.num_swap_preemptions += 1
+
+    def _recompute(self, request: Request) -> None:
+        """Let a request that has left its queue wait, without any blocks, to be computed again."""
+        self.blocks.release(request)
+        request.state = RequestState.WAITING
+        self.waiting.appendleft(request)
+        self.num_recompute_preemptions += 1
 
     def _preempt_held(self, step: _Step) -> bool:
         """Held rows wait for the others: when no other fits beside them, the latest of them makes room."""

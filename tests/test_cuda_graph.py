@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_engine import llm, tiny_llama, tiny_mistral
 from transformers import PreTrainedModel
 
-from hf_paged.cuda_graph import CapturedStep, StepBucket
+from hf_paged.cuda_graph import CapturedStep, StepBucket, StepGraphs
 from hf_paged.model_inputs import ModelInputs, StepSizes
 from hf_paged.request import Request, ScheduledRequest
 from hf_paged.sampling_params import SamplingParams
@@ -124,10 +123,10 @@ def test_a_step_without_the_memory_for_its_capture_runs_without_it(
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr("hf_paged.cuda_graph.CapturedStep", no_memory)
-    graphs = llm(tiny_llama(), max_num_seqs=8, max_model_len=64).engine.runner.graphs
-    assert graphs is not None
+    engine = llm(tiny_llama(), max_num_seqs=8, max_model_len=64).engine
+    config = replace(engine.config, cuda_graphs=True if strict else "auto")
+    graphs = StepGraphs(engine.runner.builder, config, max_model_len=64, device=torch.device("cpu"))
     if strict:
-        graphs._config = replace(graphs._config, cuda_graphs=True)
         with pytest.raises(torch.OutOfMemoryError):
             graphs.get(planned(1, 1), no_memory)  # type: ignore[arg-type]  # never called
         return
@@ -147,15 +146,16 @@ def test_steps_are_captured_on_the_device_of_their_model(monkeypatch: pytest.Mon
     )
     engine = llm(tiny_llama(), max_num_seqs=8, max_model_len=64).engine
     bucket = StepBucket(num_decodes=8, num_prompt_tokens=0, max_seq_len=64)
-    second = SimpleNamespace(type="cuda", index=1)  # tensors stay on the CPU
+    second = torch.device("cuda:1")  # its tensors stay on the CPU
     monkeypatch.setattr("torch.zeros", lambda *args, device, zeros=torch.zeros, **kw: zeros(*args, **kw))
     runner = engine.runner
-    CapturedStep(
-        runner._run_captured,
-        runner.builder,
-        bucket,
-        block_size=16,
-        device=second,
-        pool="pool",  # type: ignore[arg-type]  # stands for cuda:1
-    )
+    with torch.inference_mode():
+        CapturedStep(
+            runner._run_captured,
+            runner.builder,
+            bucket,
+            block_size=16,
+            device=second,
+            pool="pool",
+        )
     assert entered == [second, ("graph", "pool", f"stream of {second}")]

@@ -16,6 +16,7 @@ from hf_paged.config import EngineConfig
 from hf_paged.engine import Engine
 from hf_paged.layer_probe import LayerProbe
 from hf_paged.packed_model import PackedModel
+from hf_paged.sampling_state import SamplingState
 
 
 @pytest.fixture(scope="module", params=[tiny_llama, tiny_mistral], ids=["llama", "window"])
@@ -133,6 +134,49 @@ def test_an_interrupted_step_leaves_no_prefix_behind_that_was_never_computed(
     engine.engine.runner.forward = forward  # type: ignore[method-assign]  # healed
     engine.engine.scheduler.check_integrity()
     assert tokens(engine.generate(prompts(), GREEDY, use_tqdm=False)) == alone
+
+
+def test_a_request_whose_swap_failed_is_computed_again_and_not_resumed_from_what_was_never_copied() -> None:
+    """A swap needs memory for its copies: without it, the CPU blocks hold what others left there."""
+    model: PreTrainedModel = tiny_llama()
+    options = {"num_blocks": 9, "swap_space": 0.01, "enable_prefix_caching": False}
+    params, asked = replace(GREEDY, max_tokens=40), [list(range(1, 21)), list(range(2, 22)), list(range(3, 23))]
+    undisturbed = tokens(llm(model, **options).generate(asked, params, use_tqdm=False))
+    engine = llm(model, **options)
+    swap_out, failures = engine.engine.kv_cache.swap_out, 0
+
+    def failing(pairs: list[tuple[int, int]]) -> None:
+        nonlocal failures
+        if pairs and not failures:
+            failures += 1
+            raise torch.OutOfMemoryError("no memory to copy")
+        swap_out(pairs)
+
+    engine.engine.kv_cache.swap_out = failing  # type: ignore[method-assign, assignment]  # the fault to be survived
+    outputs = engine.generate(asked, params, use_tqdm=False)
+    engine.engine.scheduler.check_integrity()
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    assert failures == 1 and sorted(set(reasons)) == ["error", "length"]
+    for output, expected in zip(outputs, undisturbed, strict=True):
+        assert output.outputs[0].finish_reason == "error" or output.outputs[0].token_ids == expected
+
+
+def test_settings_that_find_no_memory_cost_only_the_rows_of_their_step() -> None:
+    """Rows set for a later step keep what was set; a row that failed holds up nobody."""
+    state = SamplingState(2, 50, torch.device("cpu"))
+    for row, temperature in ((0, 0.7), (1, 0.9)):
+        state.set_row(row, SamplingParams(temperature=temperature), [1, 2], [], 3)
+    make_room = state._make_room
+
+    def failing(entries: object) -> None:
+        raise torch.OutOfMemoryError("no memory for a long logit_bias")
+
+    state._make_room = failing  # type: ignore[method-assign, assignment]  # the fault to be survived
+    with pytest.raises(torch.OutOfMemoryError):
+        state.flush([1])
+    state._make_room = make_room  # type: ignore[method-assign]  # healed
+    state.flush([0, 1])
+    assert state.sampling.temperature.tolist() == pytest.approx([0.7, 0.0])
 
 
 def test_a_model_on_two_devices_is_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 
 from hf_paged import PagedCache
+from hf_paged.kv_cache import KVCache
 
 BATCH = torch.stack(prompts((21, 21, 21)))
 TOLERANCE = {"atol": 2e-3, "rtol": 1e-4}  # fp32 sums of at most 256 products in another order
@@ -290,3 +291,24 @@ def test_a_cache_whose_last_row_was_dropped_takes_no_other_until_it_is_reset(mod
     cache.reset()
     model(BATCH, past_key_values=cache)
     assert cache.get_seq_length() == BATCH.shape[1]
+
+
+def test_a_cache_that_could_not_grow_promises_no_block_that_a_layer_lacks(
+    plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second layer finds no memory; its caller goes on with shorter rows."""
+    cache, grow, calls = PagedCache(plain, block_size=16), KVCache.grow, itertools.count(1)
+    step(plain, cache, BATCH[:1, :16])
+
+    def failing(self: KVCache, num_blocks: int) -> None:
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        grow(self, num_blocks)
+
+    monkeypatch.setattr(KVCache, "grow", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(plain, cache, BATCH[:1].repeat(1, 3))
+    monkeypatch.undo()
+    cache.reset()
+    ids = BATCH[:1].repeat(1, 4)
+    torch.testing.assert_close(step(plain, cache, ids), step(plain, DynamicCache(), ids), **TOLERANCE)
