@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from hf_paged.config import EngineConfig
+from hf_paged.engine import Engine
 from hf_paged.eval.machine import Machine, synchronize, timed
 from hf_paged.eval.throughput import greedy, weight_sizes
 from hf_paged.eval.workload import Workload
@@ -53,45 +55,54 @@ class StepResult:
 def steps_workload(most_running: int, *, context: int, beside: int) -> Workload:
     """What an engine must hold for `measure_steps` of at most so many requests."""
     lens = (context,) * most_running + (max(beside, 1),) * _WAITING
-    return Workload(name="steps", prompt_lens=lens, output_lens=(_MOST_STEPS,) * len(lens))
+    most = _most_tokens(most_running, context, EngineConfig.max_num_batched_tokens)
+    return Workload(name="steps", prompt_lens=lens, output_lens=(most,) * len(lens))
 
 
 def measure_steps(llm: LLM, machine: Machine, *, running: int, context: int, beside: int = 0) -> StepResult:
-    """Time steps of `running` requests of `context` prompt tokens, each step beside a new prompt of `beside` tokens."""
+    """Time steps of `running` requests of `context` prompt tokens, each step beside a new prompt of `beside` tokens.
+
+    Raises:
+        RuntimeError: a request failed, or fewer than `running` found a place.
+    """
     engine, device = llm.engine, llm.model.device
     names = [f"decode-{i}" for i in range(running)]
     generator = random.Random(0)
     prompts = [[generator.randrange(engine.vocab_size) for _ in range(context)] for _ in names]
     others = [[generator.randrange(engine.vocab_size) for _ in range(beside)] for _ in range(_WAITING)]
-    for name, prompt in zip(names, prompts, strict=True):
-        engine.add_request(name, prompt, greedy(_MOST_STEPS))
-    while any(request.num_computed_tokens < context for request in engine.scheduler.requests.values()):
-        engine.step()
-
+    most = _most_tokens(running, context, engine.config.max_num_batched_tokens)
     count = itertools.count()
 
     def step() -> None:
         if beside:
             number = next(count)
             engine.add_request(f"beside-{number}", others[number % _WAITING], greedy(1))
-        engine.step()
+        _checked_step(engine)
 
     def steps() -> None:
         for _ in range(_STEPS):
             step()
 
-    for _ in range(_WARM_UP):
-        step()
-    wall = timed(steps, device, repeats=_REPEATS, warmup=0).median / _STEPS
-    host = idle = busy = None
-    if device.type == "cuda":
-        host = _host_milliseconds(step, device)
-        idle, busy = _idle_and_busy(steps)
-    live = running * (context + _MOST_STEPS / 2)
-    for name in names:
-        engine.abort(name)
-    while engine.has_work:
-        engine.step()
+    try:
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, prompt, greedy(most))
+        while any(request.num_computed_tokens < context for request in engine.scheduler.requests.values()):
+            _checked_step(engine)
+        for _ in range(_WARM_UP):
+            step()
+        wall = timed(steps, device, repeats=_REPEATS, warmup=0).median / _STEPS
+        host = idle = busy = None
+        if device.type == "cuda":
+            host = _host_milliseconds(step, device)
+            idle, busy = _idle_and_busy(steps)
+        if (ran := sum(request.request_id.startswith("decode-") for request in engine.scheduler.running)) < running:
+            raise RuntimeError(f"only {ran} of {running} requests ran to the end of the timing")
+    finally:
+        for name in names:
+            engine.abort(name)
+        while engine.has_work:
+            engine.step()
+    live = running * (context + most / 2)
     return StepResult(
         system="hf_paged",
         kv_cache=engine.config.kv_cache_dtype,
@@ -103,6 +114,17 @@ def measure_steps(llm: LLM, machine: Machine, *, running: int, context: int, bes
         busy=busy,
         ceiling=_least_seconds(llm, machine, tokens=running, live=live, beside=beside) * 1e3,
     )
+
+
+def _most_tokens(running: int, context: int, budget: int) -> int:
+    """Of a request: the first ones decode while the last prompts are computed, `budget` tokens a step in all."""
+    return _MOST_STEPS + -(-running * context // max(budget - running, 1)) + 1
+
+
+def _checked_step(engine: Engine) -> None:
+    for output in engine.step():
+        if output.error is not None:
+            raise RuntimeError(f"request {output.request_id} failed: {output.error}")
 
 
 def _host_milliseconds(step: Callable[[], None], device: torch.device) -> float:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from model_zoo import tiny_model
 
-from hf_paged.eval.machine import Machine
+from hf_paged.eval.machine import Machine, timed
+from hf_paged.eval.steps import measure_steps, steps_workload
 from hf_paged.eval.throughput import make_llm, measure_throughput
 from hf_paged.eval.workload import make_workload
 
@@ -55,3 +56,22 @@ def test_a_long_measurement_says_what_it_is_at() -> None:
         "ragged3: hf_paged, run 2 of 2",
         "ragged3: hf_paged, to the first tokens",
     ]
+
+
+def test_as_many_requests_run_in_timed_steps_as_their_row_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that take many steps let the first requests generate meanwhile; they must not end before the timing."""
+    work = steps_workload(6, context=40, beside=0)
+    llm = make_llm(tiny_model("llama"), [work], {"max_num_batched_tokens": 16})
+    running: list[int] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        running.append(len(llm.engine.scheduler.running))
+        took = timed(*args, **options)
+        running.append(len(llm.engine.scheduler.running))
+        return took
+
+    monkeypatch.setattr("hf_paged.eval.steps.timed", noted)
+    machine = Machine(name="any", bytes_per_s=1e9, flops_per_s=1e9)
+    assert measure_steps(llm, machine, running=6, context=40).running == 6
+    assert running == [6, 6]
+    assert not llm.engine.has_work
