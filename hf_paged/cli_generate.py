@@ -77,7 +77,8 @@ def generate(
     swap_space: Annotated[float, typer.Option(help="GiB of CPU memory for preempted requests.")] = 0.0,
     fuse: Annotated[bool | None, typer.Option(help="Join small operations into fused ones; default: yes.")] = None,
     cuda_graphs: Annotated[
-        bool | None, typer.Option(help="Replay decode steps as CUDA graphs; default: on a GPU.")
+        bool | None,
+        typer.Option(help="Replay captured decode steps, CUDA graphs on a GPU; default: where they can be captured."),
     ] = None,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,10 @@ def model_info(
     packed = PackedModel(build_view(model))
     specs = packed.specs
     memory, kv_bytes = kv_memory(weight_bytes, linear_bytes=_linear_bytes(model))
+    loaded = cache(partial(_loaded, path))  # two questions may need the weights
     scales = None if kv_scales is None else load_kv_scales(kv_scales, packed)
     if scales is None and (protection or (protection is None and torch.cuda.is_available() and kv_bytes)):
-        scales = calibrate(PackedModel(build_view(_loaded(path))), FORMATS, FORMATS)
+        scales = calibrate(PackedModel(build_view(loaded())), FORMATS, FORMATS)
     refused = {name: reason for name in KV_FORMATS if (reason := _refusal(specs, name)) is not None}
     return ModelInfo(
         model=path,
@@ -124,7 +126,7 @@ def model_info(
         kv_bytes=kv_bytes,
         kv_cache=[_kv_cost(specs, name, kv_bytes, scales) for name in KV_FORMATS if name not in refused],
         refused=refused,
-        fusion=_fusion(path, kv_bytes, wanted=fusion),
+        fusion=_fusion(loaded, kv_bytes, wanted=fusion),
     )
 
 
@@ -182,14 +184,14 @@ def _linear_bytes(model: PreTrainedModel) -> int:
     return sum(module.weight.nbytes for module in model.modules() if isinstance(module, torch.nn.Linear))
 
 
-def _fusion(path: str, kv_bytes: int, *, wanted: bool | None) -> FusionReport:
+def _fusion(loaded: Callable[[], PreTrainedModel], kv_bytes: int, *, wanted: bool | None) -> FusionReport:
     if wanted is False:
         return FusionReport(components=(), off="fusion: not looked at")
     if wanted is None and not torch.cuda.is_available():
         return FusionReport(components=(), off="fusion: not looked at, since it takes the weights; --fusion loads them")
     if kv_bytes == 0:
         return not_fused("the weights do not fit this machine")
-    return fuse(build_view(_loaded(path)))
+    return fuse(build_view(loaded()))
 
 
 def _loaded(path: str) -> PreTrainedModel:

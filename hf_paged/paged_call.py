@@ -93,7 +93,11 @@ class PagedCall:
                 f"kv_recent_block=True is for calls that the engine runs, and this one runs in a {driver} ({reason}); "
                 "allowed: False"
             )
-        logger.info("paged generate: %s (%s)%s", driver, reason, _without_effect(driver, self.cache_config))
+        logger.info("paged generate: %s (%s)", driver, reason)
+        if driver != "engine" and (idle := _engine_options(self.cache_config)):
+            logger.warning(
+                "%s only steers the engine, and this call runs in a %s (%s)", ", ".join(idle), driver, reason
+            )
         if self.arguments.streamer is not None:
             self.arguments.streamer.put(input_ids.cpu())
         if driver == "engine":
@@ -168,11 +172,10 @@ def _counts_tokens(position_ids: Tensor | None, attention_mask: Tensor | None) -
     return torch.equal(position_ids[real], (real.cumsum(-1) - 1)[real])
 
 
-def _without_effect(driver: str, config: EngineConfig) -> str:
-    """The note on options that were given and do not matter to a loop."""
+def _engine_options(config: EngineConfig) -> list[str]:
+    """The options that were given and do not matter to a loop."""
     default = EngineConfig()
-    given = [name for name in _ENGINE_OPTIONS if getattr(config, name) != getattr(default, name)]
-    return f"; {', '.join(given)} only steer the engine" if given and driver != "engine" else ""
+    return [name for name in _ENGINE_OPTIONS if getattr(config, name) != getattr(default, name)]
 
 
 def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> None:

@@ -51,7 +51,6 @@ def call(model: Any, **options: Any) -> Any:
         ({"do_sample": True, "num_return_sequences": 2}, "engine (sample)"),
         ({"num_beams": 2}, "loop (beam_search)"),
         ({"return_dict_in_generate": True}, "loop (return_dict_in_generate returns the cache)"),
-        ({"num_beams": 2, "cache_config": {"swap_space": 1.0}}, "loop (beam_search); swap_space only steer the engine"),
         ({"use_cache": False}, "dense (use_cache=False)"),
     ],
 )
@@ -61,6 +60,15 @@ def test_the_choice_of_driver_is_said_once(
     with caplog.at_level(logging.INFO, logger="hf_paged.paged_call"):
         call(model, **PAGED, **options)
     assert [r.message for r in caplog.records if r.levelno == logging.INFO] == [f"paged generate: {said}"]
+
+
+def test_options_that_a_loop_cannot_use_are_named_aloud(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Accepted and ignored at a level that nobody reads would be ignored in silence."""
+    call(model, **PAGED, num_beams=2, cache_config={"swap_space": 1.0, "num_blocks": 64})
+    warned = [r.message for r in caplog.records if r.levelno == logging.WARNING and r.name == "hf_paged.paged_call"]
+    assert warned == ["swap_space only steers the engine, and this call runs in a loop (beam_search)"]
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=["free", "lockstep"])
