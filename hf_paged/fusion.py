@@ -293,7 +293,8 @@ class _Replay(RotaryContext):
             if error := differs(actual, expected):
                 raise NotFused(f"fused {name} differs: {error}")
         self.rotated = True
-        return self._attended[0]
+        attended = self._attended[0]
+        return attended if call.order is None else attended.flatten(1)[:, call.order].view_as(attended)
 
 
 def _small_pages(call: RotaryCall) -> tuple[LayerKV, Tensor]:
