@@ -87,6 +87,7 @@ def quantize(
         "skip": tuple(skip or ()), "seed": seed, "samples": samples, "seqlen": seqlen,
     }  # fmt: skip
     support.check_plot(plot)
+    from hf_paged.quant.partial_output import partial_folder
     from hf_paged.quant.quantize import quantize as run
     from hf_paged.quant.quantize_config import QuantizeConfig
     from hf_paged.quant.quantize_report import plot_errors
@@ -97,7 +98,13 @@ def quantize(
             raise typer.BadParameter(f"--{name} does not go with --method {method}, which looks at no activations")
     cli.quiet_unless_terminal()
     text_ids = None if evaluate is None else _token_ids(cli.existing(model), evaluate)
-    report = run(cli.existing(model), config, calibration, output=output, device=cli.usable(device), resume=resume)
+    try:
+        report = run(cli.existing(model), config, calibration, output=output, device=cli.usable(device), resume=resume)
+    except KeyboardInterrupt:
+        if partial_folder(output).exists():
+            message = f"finished layers are in {partial_folder(output)}: --resume continues"
+            cli.ERR.print(message, markup=False, highlight=False, soft_wrap=True)
+        raise
     if evaluate is not None and text_ids is not None:
         change = _evaluate(model, output, text_ids, device)
         report = replace(report, evaluation={"text": evaluate.name, **change})

@@ -56,7 +56,7 @@ class PartialOutput:
 
     def __init__(self, output: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
         self.output = output
-        self.folder = output.with_name(output.name + ".partial")
+        self.folder = partial_folder(output)
         self._whole = self.folder / "whole"
         check_output(output)
         manifest = self.folder / "manifest.json"
@@ -148,6 +148,11 @@ class PartialOutput:
             weight_map |= dict.fromkeys(names, file)
         listing = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_text(self._whole / "model.safetensors.index.json", json.dumps(listing, indent=2))
+
+
+def partial_folder(output: Path) -> Path:
+    """Where the checkpoint of `output` lies while it is unfinished."""
+    return output.with_name(output.name + ".partial")
 
 
 def check_output(output: Path) -> None:

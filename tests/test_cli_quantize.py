@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 import hf_paged
 from hf_paged.cli import app
+from hf_paged.quant.partial_output import PartialOutput
 
 TEXT = "".join(chr(33 + (7 * i * i + i) % 80) for i in range(1200))
 SMALL = ("--group-size", 32, "--samples", 4, "--seqlen", 32)
@@ -95,6 +96,22 @@ def test_plot_draws_a_picture_and_refuses_endings_before_work(model_path: Path, 
         model_path, "-o", tmp_path / "other", "--calibration", text, *SMALL, "--plot", tmp_path / "errors.xyz"
     )
     assert refused.exit_code == 2 and not (tmp_path / "other").exists()
+
+
+def test_ctrl_c_says_where_the_finished_layers_are_and_how_to_go_on(
+    model_path: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    options = (model_path, "-o", tmp_path / "out", "--calibration", text, *SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialOutput, "assemble", interrupted)
+        result = run(*options)
+    assert result.exit_code == 130 and not (tmp_path / "out").exists()
+    assert "out.partial: --resume continues" in " ".join(result.stderr.split()) and "interrupted" in result.stderr
+    result = run(*options, "--resume", "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout)["resumed_layers"] == 2
 
 
 @pytest.mark.parametrize(
