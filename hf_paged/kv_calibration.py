@@ -13,7 +13,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,11 +25,12 @@ from hf_paged.attention import AttentionCall
 from hf_paged.kernels import reference
 from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.kernels.layout import UINT4, num_groups
-from hf_paged.kv_scales import KVScales, LayerScales, SideScales
+from hf_paged.kv_scales import KVMix, KVScales, LayerScales, SideScales
 from hf_paged.packed_model import CACHE_KEYWORD, PackedModel
 
 NUM_TOKENS = 512  # keys that the offsets are means of
 _PASSAGES = 16  # of the model's own, side by side: 32 short steps
+_PASSAGE = NUM_TOKENS // _PASSAGES
 _QUERY_STEP = 8  # every 8th token's output is compared
 _SEED = 0
 OWN_TOKENS = f"the model's own, seed {_SEED}"
@@ -49,6 +51,7 @@ def calibrate(
     *,
     token_ids: Tensor | None = None,
     source: str = "",
+    recent: int = 0,
 ) -> KVScales:
     """Run `model` over `token_ids` and measure it in the formats given.
 
@@ -58,13 +61,16 @@ def calibrate(
         k_formats, v_formats: among "fp8", "int8", "int4"; one that a layer's head_dim does not allow is left out there.
         token_ids: `[T]` of `calibration_tokens`; None: tokens of the model's own.
         source: the tokens in words, kept with the result.
+        recent: the size of the current block that queries read as it came (`kv_recent_block`); 0: they read codes.
     """
     if token_ids is None:
         token_ids = calibration_tokens(model)
         source = f"{len(token_ids)} tokens of {OWN_TOKENS}"
+    if recent:
+        source += ", current blocks in the model's dtype"
     last = torch.tensor([len(token_ids) - 1], device=model.device)
     with progress(model.specs, "calibration: layers") as bar:
-        watch = _Watch(k_formats, v_formats, bar)
+        watch = _Watch(k_formats, v_formats, recent, bar)
         model(token_ids, _places(model, len(token_ids)), watch, last)
     layers = {i: watch.layers[i] for i in sorted(watch.layers)}
     return KVScales(layers=layers, source=source, probed=model.probed.float().cpu())
@@ -128,26 +134,41 @@ def _own_tokens(model: PackedModel, count: int) -> Tensor:
 class _Watch:
     """An attention context without pages: plain causal attention over the call's tokens, and a look at each layer."""
 
-    def __init__(self, k_formats: Collection[str], v_formats: Collection[str], bar: tqdm[Any]) -> None:
+    def __init__(self, k_formats: Collection[str], v_formats: Collection[str], recent: int, bar: tqdm[Any]) -> None:
         self.layers: dict[int, LayerScales] = {}
         self._k_formats, self._v_formats = k_formats, v_formats
+        self._recent = recent
         self._bar = bar
 
     def attend(self, call: AttentionCall) -> Tensor:
-        self.layers[call.layer_idx] = _Layer(call).scales(self._k_formats, self._v_formats)
+        self.layers[call.layer_idx] = _Layer(call, self._recent).scales(self._k_formats, self._v_formats)
         self._bar.update()
         positions = torch.arange(call.query.shape[2], device=call.query.device)
         out = _attention(call, call.query[0].float(), call.key[0].float(), call.value[0].float(), positions)
         return out.transpose(0, 1).unsqueeze(0).to(call.value.dtype)
 
 
-def _attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+class _Near(NamedTuple):
+    """What queries read instead of the other keys and values where they look at their own block."""
+
+    key: Tensor  # [kv_heads, T, head_dim]
+    value: Tensor  # [kv_heads, T, v_head_dim]
+    mask: Tensor  # [rows, T] bool
+
+
+def _attention(
+    call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, near: _Near | None = None
+) -> Tensor:
     """`[heads, rows, v_head_dim]` fp32 for `query` `[heads, rows, head_dim]` at `positions` `[rows]` over all keys."""
     key_positions = torch.arange(key.shape[1], device=key.device)
     mask = key_positions <= positions[:, None]
     if call.window is not None:
         mask &= key_positions > positions[:, None] - call.window
-    scores = query.unflatten(0, (len(key), -1)) @ key.unsqueeze(1).transpose(-1, -2) * call.scale
+    queries = query.unflatten(0, (len(key), -1))
+    scores = queries @ key.unsqueeze(1).mT
+    if near is not None:
+        scores = torch.where(near.mask, queries @ near.key.unsqueeze(1).mT, scores)
+    scores = scores * call.scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
@@ -155,18 +176,22 @@ def _attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, p
         sinks = call.sinks.float().view(len(key), -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sinks), -1)
     probs = scores.softmax(-1)[..., : key.shape[1]]
-    return (probs @ value.unsqueeze(1)).flatten(0, 1)
+    if near is None:
+        return (probs @ value.unsqueeze(1)).flatten(0, 1)
+    out = (probs * ~near.mask) @ value.unsqueeze(1) + (probs * near.mask) @ near.value.unsqueeze(1)
+    return out.flatten(0, 1)
 
 
 class _Layer:
     """One layer's queries, keys and values, and what formats and transforms do to its output."""
 
-    def __init__(self, call: AttentionCall) -> None:
+    def __init__(self, call: AttentionCall, recent: int) -> None:
         self._call = call
         self._key, self._value = call.key[0].float(), call.value[0].float()  # [kv_heads, T, head_dim]
         self._positions = torch.arange(0, self._key.shape[1], _QUERY_STEP, device=self._key.device)
         self._query = call.query[0].float()[:, self._positions]
         self._out = _attention(call, self._query, self._key, self._value, self._positions)
+        self._near = self._near_of(recent) if recent and call.window is None else None
 
     def scales(self, k_formats: Collection[str], v_formats: Collection[str]) -> LayerScales:
         k_dim, v_dim = self._key.shape[-1], self._value.shape[-1]
@@ -174,6 +199,15 @@ class _Layer:
             keys={name: self._keys(FORMATS[name]) for name in k_formats if _fits(FORMATS[name], k_dim)},
             values={name: self._values(FORMATS[name]) for name in v_formats if _fits(FORMATS[name], v_dim)},
         )
+
+    def _near_of(self, recent: int) -> _Near:
+        """The current blocks, of a passage at most, each beginning in the middle of one.
+
+        A passage of the model's own that lay in one block would be read without an error, which no text is.
+        """
+        size = min(recent, _PASSAGE)
+        blocks = (torch.arange(self._key.shape[1], device=self._key.device) + size // 2) // size
+        return _Near(self._key, self._value, blocks[self._positions, None] == blocks)
 
     def _keys(self, codes: torch.dtype) -> SideScales:
         """The offset and factor with the least error; no offset under a softcap, where q.z does not cancel."""
@@ -225,7 +259,7 @@ class _Layer:
 
     def _error_of(self, key: Tensor, value: Tensor) -> float:
         """Root mean square of the output's error over that of the output; `_LOST` where it is more, or no number."""
-        out = _attention(self._call, self._query, key, value, self._positions)
+        out = _attention(self._call, self._query, key, value, self._positions, self._near)
         error = float((out - self._out).norm() / self._out.norm().clamp(min=1e-30))
         return error if error < _LOST else _LOST
 
@@ -257,31 +291,62 @@ class CalibrationRegistry:
     """
 
     def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, KVScales]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[PreTrainedModel, _Known] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def get(
-        self, model: PreTrainedModel, packed: PackedModel, k_formats: Collection[str], v_formats: Collection[str]
+        self,
+        model: PreTrainedModel,
+        packed: PackedModel,
+        k_formats: Collection[str],
+        v_formats: Collection[str],
+        recent: int = 0,
     ) -> KVScales:
-        """The scales of `model` in these formats, measured through `packed`, a view of it that is not fused."""
+        """The scales of `model` in these formats, measured through `packed`, a view of it that is not fused.
+
+        Args:
+            recent: as of `calibrate`.
+        """
         with self._lock:
             values = _fingerprint(model)
-            found = self._known.get(model)
-            scales = found[1] if found is not None and found[0] == values else None
+            known = self._known.get(model)
+            if known is None or known.values != values:
+                tokens = calibration_tokens(packed)
+                known = _Known(values, tokens, f"{len(tokens)} tokens of {OWN_TOKENS}", {})
+            scales = known.scales.get(recent)
             missing_k, missing_v = set(k_formats), set(v_formats)
             if scales is not None:
                 missing_k, missing_v = missing_k - scales.k_formats, missing_v - scales.v_formats
             if missing_k or missing_v:
-                new = calibrate(packed, sorted(missing_k), sorted(missing_v))
+                new = calibrate(
+                    packed, sorted(missing_k), sorted(missing_v),
+                    token_ids=known.token_ids, source=known.source, recent=recent,
+                )  # fmt: skip
                 scales = new if scales is None else scales.joined(new)
-                self._known[model] = (values, scales)
+                known.scales[recent] = scales
+                self._known[model] = known
             assert scales is not None
             return scales
 
-    def keep(self, model: PreTrainedModel, scales: KVScales) -> None:
-        """Replace what is known of `model`, whose weights are as they were."""
+    def keep_text(self, model: PreTrainedModel, token_ids: Tensor, scales: KVScales) -> None:
+        """Replace what is known of `model` by `scales`, measured on tokens of a text, and measure all else on these."""
         with self._lock:
-            self._known[model] = (_fingerprint(model), scales)
+            self._known[model] = _Known(_fingerprint(model), token_ids, scales.source, {0: scales})
+
+    def keep_mix(self, model: PreTrainedModel, mix: KVMix) -> None:
+        """Note the mix of a model whose scales are known."""
+        with self._lock:
+            known = self._known[model].scales
+            known[0] = replace(known[0], mix=mix)
+
+
+class _Known(NamedTuple):
+    """What is known of a model."""
+
+    values: int  # `_fingerprint` of the weights
+    token_ids: Tensor  # [T] int64, what it is measured on
+    source: str  # the tokens in words
+    scales: dict[int, KVScales]  # by `recent`
 
 
 def _fingerprint(model: PreTrainedModel) -> int:

@@ -61,7 +61,7 @@ def resolve_quality(model: PreTrainedModel, packed: PackedModel, config: EngineC
     if mix is None or mix.perplexity_budget != config.kv_perplexity_budget or mix.skip_layers != config.skip_layers:
         mix = find_mix(packed, scales, calibration_tokens(packed), config)
         if config.kv_scales == "auto":
-            CALIBRATIONS.keep(model, replace(scales, mix=mix))
+            CALIBRATIONS.keep_mix(model, mix)
     logger.info("%s: kv_cache_dtype=%s is %s", type(model).__name__, AUTO_QUALITY, mix)
     budget: float | Literal["off"] = "off" if mix.error_budget is None else mix.error_budget
     return replace(config, kv_cache_dtype=mix.kv_cache_dtype, kv_error_budget=budget)
@@ -104,7 +104,7 @@ def calibrate_on(model: PreTrainedModel, token_ids: Sequence[int]) -> None:
     packed = PackedModel(build_view(model))
     tokens = calibration_tokens(packed, token_ids)
     scales = calibrate(packed, FORMATS, FORMATS, token_ids=tokens, source=f"{len(tokens)} tokens of text")
-    CALIBRATIONS.keep(model, scales)
+    CALIBRATIONS.keep_text(model, tokens, scales)
 
 
 def calibrated_file(

@@ -107,7 +107,8 @@ def scales_of(model: PreTrainedModel, packed: PackedModel, config: EngineConfig)
     k_formats, v_formats = (_measured(side) for side in parse_kv_cache_dtype(config.kv_cache_dtype))
     if not k_formats and not v_formats:
         return None
-    return CALIBRATIONS.get(model, packed, k_formats, v_formats)
+    recent = config.block_size if config.kv_recent_block else 0
+    return CALIBRATIONS.get(model, packed, k_formats, v_formats, recent)
 
 
 def _warn_of_outliers(model: PreTrainedModel, packed: PackedModel, config: EngineConfig) -> None:

@@ -16,7 +16,7 @@ from hf_paged.kv_cache import layer_formats
 from hf_paged.kv_calibration import CALIBRATIONS, FORMATS, _places, calibrate
 from hf_paged.kv_mix import paged_log_probs
 from hf_paged.kv_protection import plan_storage
-from hf_paged.kv_scales import LayerScales, SideScales, load_kv_scales, save_kv_scales, transform_of
+from hf_paged.kv_scales import KVScales, LayerScales, SideScales, load_kv_scales, save_kv_scales, transform_of
 from hf_paged.model_view import build_view
 from hf_paged.packed_model import PackedModel
 
@@ -224,6 +224,48 @@ def test_a_text_of_the_users_is_what_the_next_cache_rests_on() -> None:
     assert transform is not None and not torch.equal(transform.k_offset, own)
     with pytest.raises(ValueError, match="at least 2 are needed"):
         calibrate_on(model, [5])
+
+
+def errors(scales: KVScales) -> list[float]:
+    return [
+        found.error
+        for layer in scales.layers.values()
+        for side in (layer.keys, layer.values)
+        for found in side.values()
+    ]
+
+
+def test_errors_are_those_of_the_current_block_that_will_run() -> None:
+    """Layers would be protected from errors that no query reads, or not from those that one does."""
+    ids = torch.tensor(prompts((64,), seed=5)[0].tolist())
+
+    def measured(family: str, count: int, recent: int) -> list[float]:
+        return errors(calibrate(packed(tiny_model(family)), ["int4"], ["int4"], token_ids=ids[:count], recent=recent))
+
+    assert measured("llama", 8, recent=16) == [0.0] * 6  # every query reads every token as it came
+    codes, small, large = (measured("llama", 64, recent) for recent in (0, 16, 32))
+    assert all(a > b > c > 0 for a, b, c in zip(codes, small, large, strict=True))
+    assert measured("mistral", 64, recent=16) == measured("mistral", 64, recent=0)  # windows: these keep codes only
+
+
+def test_a_passage_in_one_block_does_not_make_larger_blocks_look_exact() -> None:
+    """Passages of the model's own are no longer than 32 tokens, and read nothing before them: a text does."""
+    model = packed(tiny_model("llama"))
+    assert errors(calibrate(model, ["int4"], ["int4"], recent=256)) == errors(
+        calibrate(model, ["int4"], ["int4"], recent=32)
+    )
+
+
+def test_an_engine_with_current_blocks_protects_what_they_leave() -> None:
+    """It measures on the text that `calibrate_on` was given, though that was before."""
+    model = key_bias()
+    calibrate_on(model, prompts((70,), seed=5)[0].tolist())
+    options = {"kv_cache_dtype": "int4", "num_blocks": 8, "kv_error_budget": 0.05, "max_num_seqs": 2}
+    plain = LLM(model, **options).engine
+    recent = LLM(model, **options, kv_recent_block=True).engine
+    assert plain.kv_plan.source == "70 tokens of text"
+    assert recent.kv_plan.source == "70 tokens of text, current blocks in the model's dtype"
+    assert recent.kv_cache.bytes_per_token < plain.kv_cache.bytes_per_token
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
