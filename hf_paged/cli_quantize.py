@@ -103,7 +103,7 @@ def quantize(
     except KeyboardInterrupt:
         if partial_folder(output).exists():
             message = f"finished layers are in {partial_folder(output)}: --resume continues"
-            cli.ERR.print(message, markup=False, highlight=False, soft_wrap=True)
+            cli.ERR.print(message, markup=False, highlight=False)
         raise
     if evaluate is not None and text_ids is not None:
         change = _evaluate(model, output, text_ids, device)
