@@ -1,4 +1,4 @@
-"""Forwards that take the place of a module's own: norm, rotary tables, gated MLP, attention and decoder layer.
+"""Forwards that take the place of a module's own: embedding, norm, rotary tables, gated MLP, attention, decoder layer.
 
 Each is put on one module *instance* of a view as its `forward`, so the module tree, its names and its parameters stay
 what they are. They compute what the module computes, with fewer kernels, for inference only. Attention and layers are
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_paged.attention import CONTEXT_KEYWORD
 from hf_paged.joined_linear import Projections, as_packed
 from hf_paged.kernels.folded_linear import OpenNorm
-from hf_paged.kernels.fused_ops import gated_activation, rms_norm
+from hf_paged.kernels.fused_ops import embedding, gated_activation, rms_norm
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
 from hf_paged.kernels.rotary import rotary_tables
 
@@ -72,6 +72,16 @@ def own_of(method: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., Any]
     forward = method()
     assert forward is not None, "a fused forward outlived its module"
     return forward
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedEmbedding:
+    """The forward of an embedding."""
+
+    weight: Tensor  # [V, K]
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return embedding(input, self.weight)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

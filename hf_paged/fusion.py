@@ -28,7 +28,7 @@ from hf_paged.attention import CONTEXT_KEYWORD, AttentionCall
 from hf_paged.forward_trace import TracedCall, amplified, same_tensor, trace_forward
 from hf_paged.fused_layer import FusedLayer
 from hf_paged.fused_linear import FusedLinear
-from hf_paged.fused_modules import FusedAttention, FusedNorm, RotaryCall, RotaryContext, first_output
+from hf_paged.fused_modules import FusedAttention, FusedEmbedding, FusedNorm, RotaryCall, RotaryContext, first_output
 from hf_paged.fusion_patterns import (
     NotFused,
     check_unwrapped,
@@ -50,7 +50,16 @@ from hf_paged.kernels.reference_fused import RMSNorm
 _LOUD_ATTENTION = 500.0
 _LOUD_MLP = 60.0
 
-COMPONENTS = ("RMSNorm", "rotary tables", "MLP", "attention", "decoder layer", "joined projections", "linear")
+COMPONENTS = (
+    "embedding",
+    "RMSNorm",
+    "rotary tables",
+    "MLP",
+    "attention",
+    "decoder layer",
+    "joined projections",
+    "linear",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +123,9 @@ class _Pass:
             child.module for call in calls.values() if _has_attention(call) for child in children_of(call)
         }  # fmt: skip
         for call in calls.values():
-            if is_norm_candidate(call.module):
+            if type(call.module) is nn.Embedding:
+                self._try("embedding", call, self._embedding)
+            elif is_norm_candidate(call.module):
                 self._try("RMSNorm", call, self._norm)
             elif is_rotary_candidate(call.module):
                 self._try("rotary tables", call, self._rotary)
@@ -153,6 +164,13 @@ class _Pass:
                 self._kept[component][str(reason)] += 1
         else:
             self._fused[component] += 1
+
+    def _embedding(self, call: TracedCall) -> None:
+        module = call.module
+        assert isinstance(module, nn.Embedding)
+        if module.max_norm is not None:
+            raise NotFused("it writes its weight")
+        self._replace(call, FusedEmbedding(weight=module.weight), call.kwargs)
 
     def _norm(self, call: TracedCall) -> None:
         module, weight = call.module, call.module.weight

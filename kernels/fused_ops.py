@@ -147,6 +147,15 @@ def input_tokens(input_ids: Tensor, token_rows: Tensor, last_token: Tensor) -> T
     return launch(input_ids, token_rows, last_token)
 
 
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows `ids` `[...]` int64 of `weight` `[V, K]`, `[..., K]`."""
+    if not (ids.is_cuda and weight.is_contiguous()):
+        return torch.nn.functional.embedding(ids, weight)
+    from hf_paged.kernels.step_tokens import embedding as launch
+
+    return launch(ids, weight)
+
+
 def likeliest_tokens(logits: Tensor, rows: Tensor, last_token: Tensor) -> Tensor:
     """`sample_reference.likeliest` of logits `[n, V]`; also written to `last_token[rows]`."""
     if not logits.is_cuda:

@@ -1,7 +1,8 @@
-"""Triton kernels at the two ends of a step: the tokens that go in, and the likeliest ones that come out.
+"""Triton kernels at the two ends of a step: the tokens that go in, their embeddings, and the likeliest that come out.
 
 A token that an earlier step sampled is known to the device only, in `last_token`, by the row of its request. torch
-takes three kernels for one end and two for the other, of two to ten microseconds each.
+takes three kernels for one end and two for the other, of two to ten microseconds each; its lookup of up to 16 tokens
+takes one after the other.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.overlap import begin, overlap
 
 _BLOCK = 4096  # logits of a program: 16 a thread
+_CHANNELS = 1024  # of an embedding, of a program
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -32,6 +34,22 @@ def _input_tokens(
     ids = tl.load(ids_ptr + t, mask=t < count, other=0)
     last = tl.load(last_ptr + tl.load(rows_ptr + t, mask=t < count, other=0), mask=t < count, other=0)
     tl.store(out_ptr + t, tl.where(ids >= 0, ids, last), mask=t < count)
+
+
+@triton.jit
+def _embedding(
+    out_ptr,  # [T, K]
+    ids_ptr,  # [T] int64
+    weight_ptr,  # [V, K]
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    begin(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids_ptr + token)
+    tl.store(out_ptr + token * K + k, tl.load(weight_ptr + row * K + k, mask=k < K, other=0.0), mask=k < K)
 
 
 @triton.jit
@@ -84,6 +102,17 @@ def input_tokens(input_ids: Tensor, token_rows: Tensor, last_token: Tensor) -> T
     block = 256
     _input_tokens[(triton.cdiv(len(input_ids), block),)](
         out, input_ids, token_rows, last_token, len(input_ids), BLOCK=block, num_warps=4, **overlap(out)
+    )
+    return out
+
+
+@on_device
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """`fused_ops.embedding` on a GPU."""
+    k = weight.shape[1]
+    out = torch.empty((*ids.shape, k), dtype=weight.dtype, device=weight.device)
+    _embedding[(ids.numel(), triton.cdiv(k, _CHANNELS))](
+        out, ids.contiguous(), weight, K=k, BLOCK=_CHANNELS, num_warps=4, **overlap(out)
     )
     return out
 

@@ -21,7 +21,7 @@ from hf_paged.kernels.gather_channels import _gather_channels
 from hf_paged.kernels.rms_norm import _rms_norm
 from hf_paged.kernels.rope_write import _rope_write
 from hf_paged.kernels.rotary_tables import _rotary_tables
-from hf_paged.kernels.step_tokens import _input_tokens, _likeliest, _likeliest_parts
+from hf_paged.kernels.step_tokens import _embedding, _input_tokens, _likeliest, _likeliest_parts
 
 arch = int(sys.argv[1])
 
@@ -67,6 +67,9 @@ for constants, warps in ((dict(BLOCK=8192, WHOLE=True), 16), (dict(BLOCK=1024, W
     assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
 tokens = dict.fromkeys(["out_ptr", "ids_ptr", "rows_ptr", "last_ptr"], "*i64")
 build(_input_tokens, tokens, ["count"], [], dict(BLOCK=256), 4)
+rows = {"out_ptr": "*bf16", "ids_ptr": "*i64", "weight_ptr": "*bf16"}
+ptx = build(_embedding, rows, [], [], dict(K=4096, BLOCK=1024), 4)
+assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
 parts = {"best_ptr": "*fp32", "token_ptr": "*i32"}
 ptx = build(_likeliest_parts, {**parts, "logits_ptr": "*bf16"}, ["stride", "V"], [], dict(BLOCK=4096), 8)
 assert widest(ptx, r"ld\\.global") == 128, ptx

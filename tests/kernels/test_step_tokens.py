@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from hf_paged.kernels import fused_ops, sample_reference
-from hf_paged.kernels.step_tokens import input_tokens, likeliest_tokens
+from hf_paged.kernels.step_tokens import embedding, input_tokens, likeliest_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -19,6 +19,14 @@ def test_a_token_that_only_the_device_knows_is_taken_from_its_row() -> None:
     rows = torch.arange(300, device=DEVICE).flip(0)
     last = torch.arange(1000, 1300, device=DEVICE)
     assert torch.equal(input_tokens(ids, rows, last), torch.where(ids >= 0, ids, last[rows]))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (0,)])
+@pytest.mark.parametrize("channels", [48, 1100])
+def test_a_token_gets_its_own_row(channels: int, shape: tuple[int, ...]) -> None:
+    weight = torch.randn(40, channels).to(DEVICE, torch.bfloat16)
+    ids = torch.randint(40, shape, device=DEVICE)
+    assert torch.equal(embedding(ids, weight), torch.nn.functional.embedding(ids, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
