@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.descent_reference import descent_block_reference
 from hf_paged.kernels.on_device import on_device
+from hf_paged.kernels.rounding_ops import BLOCK
 
-BLOCK = 128  # columns per launch
 ROWS = 16  # output channels per program
 
 
@@ -53,22 +52,11 @@ def descent_block_kernel(
     tl.store(gradient + tile_at, tile, mask=in_tile)
 
 
-def descent_block(
-    gradient: Tensor, coupling: Tensor, scales: Tensor, group: Tensor, top: int, codes: Tensor, moved: Tensor
-) -> None:
-    """`descent_reference.descent_block_reference` for at most 128 columns."""
-    assert gradient.shape[0] <= BLOCK, gradient.shape
-    if not gradient.is_cuda:
-        descent_block_reference(gradient, coupling, scales, group, top, codes, moved)
-        return
-    descent_block_launch(gradient, coupling, scales, group, top, codes, moved)
-
-
 @on_device
 def descent_block_launch(
     gradient: Tensor, coupling: Tensor, scales: Tensor, group: Tensor, top: int, codes: Tensor, moved: Tensor
 ) -> None:
-    """Run the kernel; all tensors are contiguous."""
+    """`descent_reference.descent_block_reference` for at most BLOCK columns; all tensors are contiguous."""
     columns, n = gradient.shape
     for tensor in (gradient, coupling, scales, group, codes, moved):
         assert tensor.is_contiguous(), tensor.shape

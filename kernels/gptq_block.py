@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_paged.kernels.gptq_reference import gptq_block_reference
 from hf_paged.kernels.on_device import on_device
+from hf_paged.kernels.rounding_ops import BLOCK
 
-BLOCK = 128  # columns per launch
 ROWS = 16  # output channels per program
 
 
@@ -58,25 +57,6 @@ def gptq_block_kernel(
         tl.store(shifted + at, wanted - value, mask=in_n)
 
 
-def gptq_block(
-    target: Tensor,
-    shifted: Tensor,
-    unit: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    group: Tensor,
-    top: int,
-    codes: Tensor,
-    residual: Tensor,
-) -> None:
-    """`gptq_reference.gptq_block_reference` for at most 128 columns."""
-    assert target.shape[0] <= BLOCK, target.shape
-    if not target.is_cuda:
-        gptq_block_reference(target, shifted, unit, scales, zeros, group, top, codes, residual)
-        return
-    gptq_block_launch(target, shifted, unit, scales, zeros, group, top, codes, residual)
-
-
 @on_device
 def gptq_block_launch(
     target: Tensor,
@@ -89,7 +69,10 @@ def gptq_block_launch(
     codes: Tensor,
     residual: Tensor,
 ) -> None:
-    """Run the kernel; the `[B, N]` and `[groups, N]` tensors are contiguous, `unit` has contiguous rows."""
+    """`gptq_reference.gptq_block_reference` for at most BLOCK columns.
+
+    The `[B, N]` and `[groups, N]` tensors are contiguous, `unit` has contiguous rows.
+    """
     columns, n = target.shape
     for tensor in (target, shifted, scales, zeros, codes, residual):
         assert tensor.is_contiguous(), tensor.shape

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_paged.kernels.rounding_ops import range_products
 from hf_paged.quant.grid import Grid, encode, parameters, stored
 from hf_paged.quant.hessian import Hessian
 from hf_paged.quant.rtn import check_weight, quantized
@@ -28,7 +29,6 @@ _BATCH = 4096  # output channels times scales at a time: no more memory than rou
 _ENDS_QUICKLY = 6  # values tried for both ends together, while scales are compared
 _SMALLEST = 0.55  # of them, as a share of the whole
 _SWEEPS = 2  # times that every group's range is chosen
-_ELEMENTS = 2**22  # values searched at a time: temporaries of 16 MB stay in a GPU's L2
 
 
 def awq_scales(
@@ -116,19 +116,11 @@ def _best(
 
     The error of rounded values q is p^T block p - 2 q^T wanted with p = q * inverse, and what does not depend on them.
     """
-    gains, fitted = [], []
-    batch = max(1, _ELEMENTS // values.numel())
-    for scale, zero in zip(scales.split(batch), zeros.split(batch), strict=True):
-        levels = encode(values, scale[:, None], zero[:, None], grid.top).sub_(zero[:, None])
-        along = (levels * wanted).sum(1)
-        levels.mul_(inverse)
-        square = (levels * (block @ levels)).sum(1)
-        fit = torch.where((along > 0) & (square > 0), stored(along / square, grid), scale)
-        gains.append(fit * (2 * along - fit * square))
-        fitted.append(fit)
-    best = torch.cat(gains).argmax(0, keepdim=True)
+    along, square = range_products(values, inverse, block, wanted, scales, zeros, grid.top)
+    fitted = torch.where((along > 0) & (square > 0), stored(along / square, grid), scales)
+    best = (fitted * (2 * along - fitted * square)).argmax(0, keepdim=True)
     zero = zeros.gather(0, best)[0]
-    return torch.cat(fitted).gather(0, best)[0], zero, encode(values, scales.gather(0, best)[0], zero, grid.top)
+    return fitted.gather(0, best)[0], zero, encode(values, scales.gather(0, best)[0], zero, grid.top)
 
 
 def check_divides(weight: Tensor, grid: Grid) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_paged.kernels.descent_block import BLOCK, descent_block
+from hf_paged.kernels.rounding_ops import BLOCK, descent_block
 from hf_paged.quant.grid import Grid, stored
 from hf_paged.quant.hessian import Factor
 from hf_paged.quant.weight import QuantizedWeight

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_paged.kernels.gptq_block import BLOCK, gptq_block
+from hf_paged.kernels.rounding_ops import BLOCK, gptq_block
 from hf_paged.quant.grid import Grid, fit
 from hf_paged.quant.hessian import Factor
 from hf_paged.quant.rtn import check_weight, fit_columns, quantized

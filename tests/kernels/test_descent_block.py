@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 from hf_paged.kernels.descent_block import descent_block_launch
 from hf_paged.kernels.descent_reference import descent_block_reference
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # elsewhere in the interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

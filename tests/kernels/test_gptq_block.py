@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 from hf_paged.kernels.gptq_block import gptq_block_launch
 from hf_paged.kernels.gptq_reference import gptq_block_reference
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # elsewhere in the interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

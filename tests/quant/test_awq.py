@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_paged.kernels import range_reference
 from hf_paged.quant import awq
 from hf_paged.quant.awq import awq_round, awq_scales
 from hf_paged.quant.grid import Grid
@@ -127,7 +128,7 @@ def test_a_search_in_parts_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     _, w, hessian = layer()
     whole = awq_round(w, hessian.matrix, FOUR)
     together = awq_scales([w], hessian, FOUR)
-    monkeypatch.setattr(awq, "_ELEMENTS", 3 * 32 * 48)
+    monkeypatch.setattr(range_reference, "_ELEMENTS", 3 * 32 * 48)
     monkeypatch.setattr(awq, "_BATCH", 3 * 48)
     assert torch.equal(awq_scales([w], hessian, FOUR), together)
     parts = awq_round(w, hessian.matrix, FOUR)

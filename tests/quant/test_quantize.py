@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,3 +88,21 @@ def test_act_order_is_the_default_only_where_no_reader_must_reorder() -> None:
     assert QuantizeConfig(method="gptq").resolved().act_order is True
     assert QuantizeConfig(method="gptq", static_groups=False).resolved().act_order is False
     assert QuantizeConfig(method="awq").resolved().act_order is False
+
+
+def test_a_cpu_needs_no_triton(model_path: Path, tmp_path: Path) -> None:
+    """It exists on Linux only; elsewhere every method is its definition."""
+    script = textwrap.dedent("""
+        import sys
+        sys.modules["triton"] = None
+        from dataclasses import replace
+        from pathlib import Path
+        from quantize_runs import CONFIG, quantize
+        for method in ("gptq", "awq", "rtn", "fp8"):
+            config = replace(CONFIG, method=method, group_size=-1 if method == "fp8" else 32)
+            quantize(sys.argv[1], Path(sys.argv[2]) / method, config)
+    """)
+    command = [sys.executable, "-W", "ignore", "-c", script, str(model_path), str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("*/config.json"))) == 4
