@@ -26,7 +26,8 @@ INTS, VARY = ("N", "unit_stride"), ("columns", "tried", "each")
 
 def build(kernel, constants, warps):
     names = [p.name for p in kernel.params]
-    given = {name: "i32" if name in INTS + VARY else TYPES.get(name, "*fp32") for name in names if name not in constants}
+    types = {**dict.fromkeys(names, "*fp32"), **TYPES, **dict.fromkeys(INTS + VARY, "i32")}
+    given = {name: types[name] for name in names if name not in constants}
     signature = {name: given.get(name, "constexpr") for name in names}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in given if name not in VARY}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
