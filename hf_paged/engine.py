@@ -167,7 +167,9 @@ class Engine:
             self.scheduler.add(request)
         try:
             self.outputs.add(request_id, requests, prompt=prompt, stream=stream)
-        except Exception:  # the tokenizer cannot decode the prompt
+        except (
+            BaseException
+        ):  # a prompt that cannot be decoded, an interrupt: nothing is accepted
             for request in requests:
                 self.scheduler.abort(request.request_id)
             raise
@@ -247,9 +249,7 @@ class Engine:
             token_ids=token_ids,
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs(plan, step),
-            done=_record(
-                self.device
-            ),  # without a sampled token too: a chunk's prompt log-probabilities are on their way
+            done=_record(self.device),  # without a token too: log-probabilities of a chunk may be on their way
         )
 
     def _finish(self, launched: LaunchedStep) -> list[RequestOutput]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,23 @@ def test_an_interrupted_step_leaves_no_prefix_behind_that_was_never_computed(
     engine.engine.runner.forward = forward  # type: ignore[method-assign]  # healed
     engine.engine.scheduler.check_integrity()
     assert tokens(engine.generate(prompts(), GREEDY, use_tqdm=False)) == alone
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_prompt_that_is_not_decoded_to_the_end_leaves_no_request_without_an_owner(
+    model: PreTrainedModel, error: type[BaseException]
+) -> None:
+    """Streams decode the end of their prompt first. The scheduler has the request by then, and would run it."""
+    engine = Engine(model, EngineConfig(num_blocks=40, block_size=16))
+
+    def failing(*args: object, **kwargs: object) -> str:
+        raise error
+
+    engine.outputs.tokenizer = SimpleNamespace(decode=failing, all_special_ids=[])
+    with pytest.raises(error):
+        engine.add_request("a", prompts()[0], GREEDY, stream=True)
+    assert not engine.has_work
+    engine.scheduler.check_integrity()
 
 
 def test_a_request_whose_swap_failed_is_computed_again_and_not_resumed_from_what_was_never_copied() -> None:
