@@ -57,6 +57,8 @@ def awq_scales(
     columns = torch.cat(rows).t().contiguous()
     parts = candidates.split(max(1, _BATCH // len(stand_for)))
     errors = torch.cat([_output_errors(columns, scales, hessian.matrix, grid) @ stand_for for scales in parts])
+    largest = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
+    errors[(candidates * largest).amax(1) > torch.finfo(grid.scales_dtype).max] = torch.inf  # no scale holds them
     return candidates[errors.nan_to_num(nan=torch.inf).argmin()]
 
 

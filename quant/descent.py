@@ -73,6 +73,8 @@ class _Descent:
             slope, curve = (along * self.pushed).sum(0), along.square().sum(0)
             change = stored(self.scales[group] - slope / curve, self.grid) - self.scales[group]
             better = change * (2 * slope + change * curve) < 0  # false for NaN: all codes are zero
+            if self.weight.zeros is not None:  # readers take a negative scale beside zero points for damage
+                better &= self.scales[group] + change > 0
             change = torch.where(better, change, 0.0)
             self.scales[group] += change
             self.pushed.addcmul_(along, change)

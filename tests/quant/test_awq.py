@@ -175,3 +175,11 @@ def test_broken_weights_and_activations_are_refused() -> None:
     broken.add(x)
     with pytest.raises(ValueError, match="activations hold NaN or infinite"):
         awq_scales([w], broken, FOUR)
+
+
+def test_a_weight_that_scaling_would_take_out_of_fp16_is_scaled_less() -> None:
+    """Scales are compared on some rows; an outlier in another one made them win, and the whole run ended there."""
+    _, w, hessian = layer(n=2000)
+    w[1] = 6e4  # a row that is not compared
+    scales = awq_scales([w], hessian, FOUR)
+    awq_round(w * scales, hessian.matrix / scales / scales[:, None], FOUR)

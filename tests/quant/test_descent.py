@@ -108,3 +108,15 @@ def test_exact_weights_zero_weights_and_unseen_inputs_stay() -> None:
     found, after = descend(start, unseen.target(w), unseen, grid)
     assert torch.isfinite(dequantize(found, torch.float32)).all() and torch.isfinite(after).all()
     assert (dequantize(found, torch.float32) - w).abs().max() <= 1.5 * (exact - w).abs().max()
+
+
+def test_no_scale_beside_zero_points_turns_negative() -> None:
+    """Inputs of nearly one direction: light groups would cancel what heavy ones got wrong; readers refuse the sign."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 1, generator=g) + 0.001 * torch.randn(300, 64, generator=g)
+    w = torch.randn(32, 64, generator=g)
+    w[:, 8:] *= 1e-3
+    factor, grid = factor_of(x), Grid(bits=2, group_size=8, sym=False)
+    start = awq_round(w, factor.matrix(), grid)
+    found, _ = descend(start, factor.target(w), factor, grid)
+    assert (found.scales > 0).all() and not torch.equal(found.scales, start.scales)
