@@ -31,10 +31,15 @@ _SUFFIXES = {
 _KINDS = {"awq": "awq_gemm", "gptq": "gptq", "gptq_v2": "gptq", "compressed-tensors": "compressed"}
 
 
-def file_tensors(form: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The tensors of one linear by suffix, on the CPU."""
+def file_tensors(base: str, form: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors of the linear `base` by suffix, on the CPU. Raises ValueError for those that no reader would take."""
     layout = _layout(form, weight.codes.shape, weight.bits, weight.group_size)
-    return {suffix: tensor.cpu().contiguous() for suffix, tensor in formats.write(layout, weight).items()}
+    tensors = formats.write(layout, weight)
+    try:
+        formats.read(base, layout, tensors)
+    except ValueError as error:
+        raise ValueError(f"no file that holds {base} could be loaded, leave it plain with --skip: {error}") from error
+    return {suffix: tensor.cpu().contiguous() for suffix, tensor in tensors.items()}
 
 
 def read_tensors(config: QuantizeConfig, base: str, tensors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:

@@ -87,8 +87,12 @@ class PartialOutput:
         try:
             with safe_open(str(path), framework="pt") as opened:
                 return LayerReport.parse(json.loads(opened.metadata()["report"]))
-        except (SafetensorError, KeyError, TypeError) as error:
-            raise OSError(f"{path} is damaged, delete it and continue with --resume: {error}") from error
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise self.damaged(index, error) from error
+
+    def damaged(self, index: int, error: Exception) -> OSError:
+        """What to raise for a finished layer that cannot be used: the others stay for a resume."""
+        return OSError(f"{self._layer(index)} is damaged, delete it and continue with --resume: {error}")
 
     def write_layer(self, tensors: Mapping[str, Tensor], report: LayerReport) -> None:
         """Keep a finished layer: tensors by their names in the final files."""

@@ -217,7 +217,7 @@ class _Run:
         for relative, weight in result.weights.items():
             base = self.source.file_name[f"{name}.{relative}.weight"].removesuffix(".weight")
             if isinstance(weight, QuantizedWeight):
-                parts = file_tensors(self.config.format, weight)
+                parts = file_tensors(base, self.config.format, weight)
             else:
                 parts = fp8_tensors(*weight, self.stored)
             tensors |= {f"{base}.{suffix}": tensor for suffix, tensor in parts.items()}
@@ -240,7 +240,10 @@ class _Run:
             for relative in self.plan.of_layer(name):
                 key = self.source.file_name[f"{name}.{relative}.weight"]
                 weight = get_weight(layer.get_submodule(relative))
-                dense = read_tensors(self.config, key.removesuffix(".weight"), written, weight.shape)
+                try:
+                    dense = read_tensors(self.config, key.removesuffix(".weight"), written, weight.shape)
+                except (ValueError, KeyError) as error:  # what the other layers cost is not thrown away for this one
+                    raise self.partial.damaged(index, error) from error
                 weight.copy_(dense.to(self.dtype))
             by_key = {key: model_name for model_name, key in self.source.file_name.items() if key in written}
             for key, model_name in by_key.items():

@@ -147,3 +147,17 @@ def test_a_resume_names_the_one_setting_that_differs_and_the_file_that_is_damage
     (partial.folder / "manifest.json").write_text("{")
     with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
         PartialOutput(output, settings, resume=True)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "int8"])
+def test_a_linear_that_no_reader_would_take_is_named_at_its_layer(
+    model_path: Path, tmp_path: Path, method: str
+) -> None:
+    """Equal weights become equal codes, which a loader takes for a download that broke off, hours later."""
+    model = LlamaForCausalLM.from_pretrained(model_path)
+    model.model.layers[1].mlp.up_proj.weight.data.fill_(0.3)
+    model.save_pretrained(tmp_path / "equal")
+    with pytest.raises(ValueError, match=r"model\.layers\.1: .*mlp\.up_proj.* --skip"):
+        quantize(tmp_path / "equal", tmp_path / "out", method=method)
+    assert left(tmp_path / "out") == []
+    quantize(tmp_path / "equal", tmp_path / "out", method=method, skip=("1.mlp.up_proj",))

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from model_zoo import tiny_model
 from quantize_runs import CONFIG, ids, quantize, same_weights
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hf_paged
 from hf_paged.quant import partial_output
+from hf_paged.quant.quantize import _Run
 
 
 class Stopped(Exception):
@@ -143,3 +146,33 @@ def test_a_partial_folder_is_no_checkpoint_at_any_moment(
     assert order[0] == "manifest.json" and order[-1] == "config.json"
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
+
+
+def test_a_finished_layer_that_cannot_be_read_costs_no_other(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ValueError deletes what is there, since it would come again; one about a layer file goes with the file."""
+
+    def stopping(self: Any, index: int, *args: Any) -> Any:
+        if index == 2:
+            raise Stopped
+        return quantize_layer(self, index, *args)
+
+    def unusable(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor
+
+    quantize_layer = _Run._quantize_layer
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "_quantize_layer", stopping)
+        with pytest.raises(Stopped):
+            quantize(model_path, tmp_path / "out")
+    layer = tmp_path / "out.partial" / "layer-00001.safetensors"
+    with safe_open(layer, framework="pt") as opened:
+        metadata = opened.metadata()
+    for broken in ({**metadata, "report": "{"}, metadata):
+        save_file({name: unusable(tensor) for name, tensor in load_file(layer).items()}, layer, broken)
+        with pytest.raises(OSError, match=r"layer-00001\.safetensors is damaged, delete it and continue"):
+            quantize(model_path, tmp_path / "out", resume=True)
+        assert layer.with_name("layer-00000.safetensors").exists()
+    layer.unlink()
+    assert quantize(model_path, tmp_path / "out", resume=True).resumed_layers == 1
