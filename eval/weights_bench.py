@@ -6,10 +6,13 @@
     python -m hf_paged.eval.weights_bench --act-order                  # with the gather of its channels
     python -m hf_paged.eval.weights_bench --path portable              # the Triton kernel, whatever the GPU
 
-Calls of a captured graph rotate over as many copies of the weight as exceed the L2 cache four times; a figure is the
-median over replays. The roof is max(bytes / read bandwidth, FLOPs / measured matrix rate), where bytes are the packed
-weight, its scales and zeros, and the activations in and out, each once. "Ours" is the product as a layer calls it.
-Prints a table with the launch that was chosen (tokens x outputs of a tile, programs), then one JSON line.
+A captured graph holds at least a millisecond of calls, one behind the other as in a step, that rotate over as many
+copies of the weight as exceed the L2 cache four times. Graphs of ours and of cuBLAS (the same weights, dequantized) are
+replayed in turn, and a figure is the median of nine replays after twenty: both sides see the same clocks, those of work
+that goes on (after a pause the first milliseconds are up to a tenth slower), and the start of a graph does not count.
+The roof is max(bytes / read bandwidth, FLOPs / measured matrix rate), where bytes are the packed weight, its scales and
+zeros, and the activations in and out, each once. "Ours" is the product as a layer calls it. Prints a table with the
+launch that was chosen (tokens x outputs of a tile, programs), then one JSON line.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,11 +34,11 @@ from hf_paged.kernels.packed_linear import lock_count, multiprocessors, packed_l
 from hf_paged.kernels.packed_weight import PackedWeight, field_bits, packed_shape, tile_k
 from hf_paged.kernels.w4a16 import w4a16
 from hf_paged.kernels.w4a16_hopper import (
-    MAX_HOPPER_ROWS,
     HopperTiles,
     choose_hopper_tiles,
     fits_hopper,
     hopper_launches,
+    hopper_rows,
     w4a16_hopper,
 )
 from hf_paged.kernels.w4a16_tiles import Tiles, choose_tiles
@@ -46,6 +51,10 @@ SHAPES = (  # N x K: Llama-2-7B and 70B, Llama-3-8B, Llama-2-13B
 ROWS = "1,4,8,16,32,64,128,256,512,2048,8192"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROTATED_BYTES = 4 * 60_000_000
+REPLAY_SECONDS = 1e-3  # at least, of a graph
+WARM_REPLAYS, REPLAYS = 20, 9  # of each graph, in turn: the clocks of work that goes on
+
+Call = Callable[[], object]
 
 
 def random_weight(n: int, k: int, args: argparse.Namespace) -> PackedWeight:
@@ -78,6 +87,33 @@ def matrix_rate(dtype: torch.dtype) -> float:
     return 2 * 8192**3 / graph_time([partial(torch.matmul, a, a)])
 
 
+def times_in_turn(sides: Sequence[Sequence[Call]], least: float) -> list[float]:
+    """Seconds per call of each side, a call of which takes `least` or longer: medians of replays that take turns."""
+    counts = [max(len(calls), math.ceil(REPLAY_SECONDS / least)) for calls in sides]
+    graphs = [captured(calls, count) for calls, count in zip(sides, counts)]
+    for graph in graphs * WARM_REPLAYS:
+        graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS * len(graphs) + 1)]
+    events[0].record()
+    for event, graph in zip(events[1:], itertools.cycle(graphs)):
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events)]
+    return [statistics.median(times[i :: len(graphs)]) / count for i, count in enumerate(counts)]
+
+
+def captured(calls: Sequence[Call], count: int) -> torch.cuda.CUDAGraph:
+    """`count` calls, in turn."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in itertools.islice(itertools.cycle(calls), count):
+            call()
+    return graph
+
+
 def portable_launches(m: int, n: int, tiles: int, programs: int) -> Iterator[Tiles]:
     """Launches of the Triton kernel worth trying for this shape."""
     blocks_m = [block for block in (8, 16, 32, 64, 128, 256) if m <= 8 * block and (block < 2 * m or block == 8)]
@@ -108,7 +144,7 @@ def bench_shape(n: int, k: int, args: argparse.Namespace, bandwidth: float, rate
     first = random_weight(n, k, args)
     copies = max(2, -(-ROTATED_BYTES // weight_bytes(first)))
     weights = [first, *(random_weight(n, k, args) for _ in range(copies - 1))]
-    dense = [torch.randn((n, k), device="cuda", dtype=dtype) for _ in range(max(2, -(-ROTATED_BYTES // (2 * n * k))))]
+    dense = [dequantize(weight, dtype) for weight in weights[: max(2, -(-ROTATED_BYTES // (2 * n * k)))]]
     locks = torch.zeros(lock_count(n), dtype=torch.int32, device="cuda")
     rows = []
     for m in (int(rows) for rows in args.rows.split(",")):
@@ -125,9 +161,11 @@ def bench_shape(n: int, k: int, args: argparse.Namespace, bandwidth: float, rate
             "act_order": args.act_order,
             "roof_us": roof * 1e6,
         }
-        row["ours_us"] = graph_time([partial(ours(args), x, weight, None, locks) for weight in weights]) * 1e6
-        row["cublas_us"] = graph_time([partial(torch.nn.functional.linear, x, weight) for weight in dense]) * 1e6
-        if args.path == "auto" and m <= MAX_HOPPER_ROWS and fits_hopper(x, first):
+        packed_calls = [partial(ours(args), x, weight, None, locks) for weight in weights]
+        cublas_calls = [partial(torch.nn.functional.linear, x, weight) for weight in dense]
+        times = times_in_turn([packed_calls, cublas_calls], roof)
+        row["ours_us"], row["cublas_us"] = (1e6 * time for time in times)
+        if args.path == "auto" and m <= hopper_rows(k) and fits_hopper(x, first):
             tiles = choose_hopper_tiles(m, n, k, multiprocessors(0))
             row["launch"] = f"{tiles.block_m} x {tiles.rows}, {tiles.programs}"
             if tiles.cluster > 1:
@@ -135,7 +173,7 @@ def bench_shape(n: int, k: int, args: argparse.Namespace, bandwidth: float, rate
         row["percent"] = 100 * row["roof_us"] / row["ours_us"]
         row["gb_s"] = weight_bytes(first) / row["ours_us"] / 1e3
         if args.sweep:
-            row |= sweep(x, weights, locks, args)
+            row |= sweep(x, weights, locks, args, roof)
         rows.append(row)
         print_row(row)
     return rows
@@ -160,27 +198,29 @@ def dequantized_linear(x: Tensor, weight: PackedWeight, bias: None, locks: Tenso
     return torch.nn.functional.linear(gathered, dequantize(weight, x.dtype))
 
 
-def sweep(x: Tensor, weights: list[PackedWeight], locks: Tensor, args: argparse.Namespace) -> dict[str, Any]:
+def sweep(
+    x: Tensor, weights: list[PackedWeight], locks: Tensor, args: argparse.Namespace, roof: float
+) -> dict[str, Any]:
     """The best of all launches of the kernel that serves this GPU, and a line for each of the first `--show`."""
     (m, k), n, programs = x.shape, weights[0].out_features, multiprocessors(0)
     launches: Iterator[Any] = portable_launches(m, n, weights[0].packed.shape[1], programs)
     kernel: Callable[..., Tensor] = w4a16
     if args.path == "auto" and fits_hopper(x, weights[0]):
         launches, kernel = likely_launches(m, n, k, programs), w4a16_hopper
-    timed = [
-        (time, str(launch))
-        for launch in launches
-        if (time := launch_time([partial(kernel, x, weight, None, locks, launch) for weight in weights])) is not None
-    ]
+    timed = []
+    for launch in launches:
+        time = launch_time([partial(kernel, x, weight, None, locks, launch) for weight in weights], roof)
+        if time is not None:
+            timed.append((time, str(launch)))
     for time, launch_text in sorted(timed)[: args.show]:
         print(f"    {time * 1e6:9.1f} us  {launch_text}", flush=True)
     return {"best_us": min(timed)[0] * 1e6, "best_launch": min(timed)[1]}
 
 
-def launch_time(calls: list[Callable[[], object]]) -> float | None:
+def launch_time(calls: list[Call], roof: float) -> float | None:
     """Seconds, or None for a launch that needs more shared memory or registers than there are."""
     try:
-        return graph_time(calls)
+        return times_in_turn([calls], roof)[0]
     except (RuntimeError, torch.AcceleratorError) as error:
         if "out of resource" not in str(error):
             raise

@@ -1,8 +1,8 @@
 """y = x W^T + b from a packed weight: which path computes it.
 
-On CUDA up to `MAX_FUSED_ROWS` rows read the packed words once (`w4a16`, any GPU and width), on Hopper up to
-`MAX_HOPPER_ROWS` rows of 4-bit weights (`w4a16_hopper`); beyond that, and for fp32 activations or groups that no kernel
-cuts, the weight is dequantized and cuBLAS multiplies. Off CUDA the definition runs.
+On CUDA up to `MAX_FUSED_ROWS` rows read the packed words once (`w4a16`, any GPU and width), on Hopper up to 2,048 or
+4,096 rows of 4-bit weights (`w4a16_hopper`); beyond that, and for fp32 activations or groups that no kernel cuts, the
+weight is dequantized and cuBLAS multiplies. Off CUDA the definition runs.
 `packed_linear` is also a registered operator, so `torch.compile` sees one opaque node and CUDA graphs capture its
 launches; no path synchronises.
 """
@@ -62,10 +62,10 @@ def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: 
     if not x.is_cuda:
         return packed_linear_reference(x, weight, bias)
     # imported at first use: a machine without CUDA needs no Triton
-    from hf_paged.kernels.w4a16_hopper import MAX_HOPPER_ROWS, choose_hopper_tiles, fits_hopper, w4a16_hopper
+    from hf_paged.kernels.w4a16_hopper import choose_hopper_tiles, fits_hopper, hopper_rows, w4a16_hopper
 
     rows = x.shape[0]
-    if 0 < rows <= MAX_HOPPER_ROWS and fits_hopper(x, weight):
+    if 0 < rows <= hopper_rows(weight.in_features) and fits_hopper(x, weight):
         device = x.device.index or 0
         tiles = choose_hopper_tiles(rows, weight.out_features, weight.in_features, multiprocessors(device))
         return w4a16_hopper(x.contiguous(), weight, bias, locks, tiles)

@@ -27,11 +27,11 @@ from hf_paged.kernels.packed_weight import PackedWeight
 logger = logging.getLogger(__name__)
 
 STEP = 128  # channels of a unit
-MAX_HOPPER_ROWS = 2048  # above, cuBLAS on dequantized weights is faster (`eval/weights_bench.py`)
 MAX_FEW_ROWS = 16
 MAX_PROGRAMS = 16  # of a tile of many tokens that they share evenly: bits of its counter
 MAX_CLUSTER = 8  # programs of a cluster, on every GPU that has clusters
-_AT_ONCE = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}  # clusters on 132 multiprocessors, one program to each
+# clusters of so many programs that run at once on 132 multiprocessors, by the programs that fit one of these
+_AT_ONCE = {1: {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}, 2: {2: 132, 3: 79, 4: 62, 5: 47, 6: 39, 8: 30}}
 _SHARED_BYTES = 227 * 1024 - 1024  # of one program, less what the compiler takes
 _MULTIPROCESSOR_BYTES = 228 * 1024  # with 1024 for each program
 _SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -143,7 +143,7 @@ class TileShape:
 
     @property
     def clusters(self) -> Iterable[int]:
-        return _AT_ONCE
+        return _AT_ONCE[1]
 
     def launches(self, m: int, n: int, k: int, multiprocessors: int) -> Iterator[tuple[float, HopperTiles]]:
         blocks, steps = self.tiles.blocks(m, n), -(-k // STEP)
@@ -154,71 +154,62 @@ class TileShape:
             else:
                 end = self.uneven if programs % blocks else self.even
             yield -(-blocks * steps // programs) * self.unit + end, replace(self.tiles, programs=programs)
-        for cluster, at_once in _AT_ONCE.items():
-            if cluster <= steps and blocks <= at_once * multiprocessors // 132:
-                end = self.pair if cluster == 2 else self.cluster
-                tiles = replace(self.tiles, programs=blocks * cluster, cluster=cluster)
-                yield -(-steps // cluster) * self.unit + end, tiles
+        for tiles in cluster_launches(self.tiles, blocks, steps, multiprocessors):
+            end = self.pair if tiles.cluster == 2 else self.cluster
+            yield -(-steps // tiles.cluster) * self.unit + end, tiles
 
 
 @dataclass(frozen=True, kw_only=True)
 class FewShape:
-    """A tile of few tokens. The programs of a tile are a cluster, or split its channels as evenly as they can.
+    """A tile of few tokens. The programs of a tile are a cluster, or split its channels as they come.
 
     Microseconds are start + spread * (units of a multiprocessor) + unit * (units of a program), fitted to an H200's
-    times of 11 weight shapes (most within 5%): all share the bandwidth, a program has its units one after the other.
+    times of 15 weight shapes: all share the bandwidth, a program has its units one after the other. Where a cluster's
+    programs have a multiprocessor each that is right within 6%; else the hardware may put two on one.
     """
 
     tiles: HopperTiles
-    clusters: tuple[int, ...]
-    uneven: bool  # also one program per place, whatever tiles they share
+    clustered: bool
     start: float
     spread: float
     unit: float
+
+    @property
+    def clusters(self) -> Iterable[int]:
+        return _AT_ONCE[self.tiles.resident] if self.clustered else ()
 
     def launches(self, m: int, n: int, k: int, multiprocessors: int) -> Iterator[tuple[float, HopperTiles]]:
         if m > self.tiles.block_m:
             return
         blocks, steps = self.tiles.blocks(m, n), -(-k // STEP)
-        made = (
-            self._clusters(blocks, steps, multiprocessors)
-            if self.clusters
-            else self._splits(blocks, steps, multiprocessors)
-        )
-        for tiles in made:
+        launches = cluster_launches if self.clustered else split_launches
+        for tiles in launches(self.tiles, blocks, steps, multiprocessors):
             units = -(-blocks * steps // tiles.programs)
             yield self.start + self.spread * blocks * steps / multiprocessors + self.unit * units, tiles
 
-    def _clusters(self, blocks: int, steps: int, multiprocessors: int) -> Iterator[HopperTiles]:
-        """Not all of more clusters than these run at once: 240 programs took half as long again as 192."""
-        for cluster in self.clusters:
-            if cluster <= steps and blocks * cluster <= multiprocessors * 7 // 4:
-                yield replace(self.tiles, cluster=cluster, programs=blocks * cluster)
 
-    def _splits(self, blocks: int, steps: int, multiprocessors: int) -> Iterator[HopperTiles]:
-        most = multiprocessors * self.tiles.resident
-        if blocks <= most:
-            yield replace(self.tiles, programs=blocks * min(most // blocks, steps))
-        else:
-            yield replace(self.tiles, programs=blocks // -(-blocks // most))
-        if self.uneven and blocks * steps > most:
-            yield replace(self.tiles, programs=most)
+def cluster_launches(tiles: HopperTiles, blocks: int, steps: int, multiprocessors: int) -> Iterator[HopperTiles]:
+    """Of all clusters at once: with one more than fit, a product took half as long again."""
+    for cluster, at_once in _AT_ONCE[tiles.resident].items():
+        if cluster <= steps and blocks <= at_once * multiprocessors // 132:
+            yield replace(tiles, cluster=cluster, programs=blocks * cluster)
 
 
-def _few(
-    block_m: int,
-    rows: int,
-    stages: int,
-    *costs: float,
-    clusters: tuple[int, ...] = (),
-    resident: int = 2,
-    uneven: bool = False,
-) -> FewShape:
+def split_launches(tiles: HopperTiles, blocks: int, steps: int, multiprocessors: int) -> Iterator[HopperTiles]:
+    """As many programs for each tile, whole tiles for each program, or one program for each place."""
+    most = multiprocessors * tiles.resident
+    if blocks <= most:
+        yield replace(tiles, programs=blocks * min(most // blocks, steps))
+    else:
+        yield replace(tiles, programs=blocks // -(-blocks // most))
+    if blocks * steps > most:
+        yield replace(tiles, programs=most)
+
+
+def _few(block_m: int, rows: int, *costs: float, resident: int = 1, clustered: bool = True) -> FewShape:
     start, spread, unit = costs
-    tiles = HopperTiles(
-        block_m=block_m, rows=rows, most_stages=stages, warpgroups=3 if rows == 192 else 2, resident=resident
-    )
-    return FewShape(tiles=tiles, clusters=clusters, uneven=uneven, start=start, spread=spread, unit=unit)
+    tiles = HopperTiles(block_m=block_m, rows=rows, resident=resident)
+    return FewShape(tiles=tiles, clustered=clustered, start=start, spread=spread, unit=unit)
 
 
 def _many(block_m: int, rows: int, burst: int, *costs: float, buffers: int = 1) -> TileShape:
@@ -226,17 +217,17 @@ def _many(block_m: int, rows: int, burst: int, *costs: float, buffers: int = 1) 
     return TileShape(tiles=tiles, **dict(zip(("unit", "whole", "pair", "cluster", "even", "uneven"), costs)))
 
 
-CLUSTERS = (2, 3, 4, 5, 6, 8)
 SHAPES: tuple[FewShape | TileShape, ...] = (
-    _few(8, 192, 6, 2.1, 0.237, 0.405, clusters=CLUSTERS),
-    _few(8, 256, 5, 2.1, 0.295, 0.54, clusters=CLUSTERS),
-    _few(8, 128, 8, 3.9, 0.168, 0.265),
-    _few(8, 256, 5, 5.2, 0.412, 0.28),
-    _few(16, 192, 5, 2.5, 0.313, 0.53, clusters=CLUSTERS),
-    _few(16, 256, 4, 1.8, 0.405, 0.73, clusters=CLUSTERS),
-    _few(16, 128, 8, 4.3, 0.185, 0.38),
-    _few(16, 256, 8, 4.3, 0.43, 0.29, resident=1),
-    _few(16, 512, 4, 9.0, 1.13, 0.0, resident=1, uneven=True),
+    _few(8, 128, 1.84, 0.070, 0.444, resident=2),
+    _few(8, 256, 2.20, 0.140, 0.713, resident=2),
+    _few(8, 256, 2.63, 0.188, 0.323),
+    _few(8, 384, 2.61, 0.211, 0.521),
+    _few(8, 512, 2.60, 0.399, 0.612),
+    _few(8, 256, 6.05, 0.235, 0.506, resident=2, clustered=False),
+    _few(16, 256, 2.79, 0.129, 0.452),
+    _few(16, 384, 3.76, 0.422, 0.441),
+    _few(16, 512, 3.77, 0.402, 0.714),
+    _few(16, 256, 8.23, 0.161, 0.713, resident=2, clustered=False),
     _many(32, 128, 8, 0.43, 3.2, 3.6, 2.9, 4.8, 6.0),
     _many(32, 192, 8, 0.56, 3.4, 4.8, 3.6, 5.7, 7.3),
     _many(32, 256, 8, 0.64, 3.1, 5.4, 4.2, 6.3, 9.8),
@@ -266,6 +257,11 @@ def choose_hopper_tiles(m: int, n: int, k: int, multiprocessors: int, gated: boo
     """The launch that costs least by `SHAPES`; of `gated` outputs each warpgroup needs pairs of 64."""
     launches = hopper_launches(m, n, k, multiprocessors)
     return min((item for item in launches if not gated or item[1].pairs), key=lambda item: item[0])[1]
+
+
+def hopper_rows(in_features: int) -> int:
+    """Of more rows cuBLAS on a dequantized weight is faster (`eval/weights_bench.py`)."""
+    return 4096 if in_features > 4096 else 2048
 
 
 def fits_hopper(x: Tensor, weight: PackedWeight) -> bool:

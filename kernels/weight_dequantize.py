@@ -1,10 +1,12 @@
 """Packed weight -> plain 16- or 32-bit matrix, for the many-row products that cuBLAS serves best.
 
-Bound by the write: one program per tile, every row of a slice is one contiguous store. The product is taken in fp32 and
-rounded once. Meaning: `packed_weight.dequantize_reference` (channels in packed order; the caller gathers activations).
+Bound by the write: one program per tile, whose rows are stored in one piece. The product is taken in fp32 and rounded
+once. Meaning: `packed_weight.dequantize_reference` (channels in packed order; the caller gathers activations).
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -12,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_paged.kernels.on_device import on_device
-from hf_paged.kernels.packed_weight import PackedWeight, dequantize_reference
+from hf_paged.kernels.packed_weight import PackedWeight, dequantize_reference, tile_k
 from hf_paged.kernels.w4a16 import in_channel_order
 
 
@@ -29,23 +31,27 @@ def dequantize_kernel(
     BITS: tl.constexpr,
     MIDDLE: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    RUN: tl.constexpr,  # channels that share a scale: a power of two that divides group and tile
 ):
+    SLICES: tl.constexpr = 16 // BITS
+    TILE_K: tl.constexpr = SLICES * 32
     tile, row = tl.program_id(0), tl.program_id(1)
-    n = row * 64 + tl.arange(0, 64)
-    in_n = n < N
+    n, k = row * 64 + tl.arange(0, 64), tile * TILE_K + tl.arange(0, TILE_K)
+    in_n = (n < N)[:, None]
     at = (row.to(tl.int64) * num_tiles + tile) * 1024
     words = in_channel_order(tl.load(packed + at + tl.arange(0, 64)[:, None] * 16 + tl.arange(0, 16)[None, :]), 64)
-    for j in tl.static_range(16 // BITS):
-        k = tile * (512 // BITS) + j * 32 + tl.arange(0, 32)
-        low = (words >> (BITS * j)) & ((1 << BITS) - 1)
-        high = (words >> (BITS * j + 16)) & ((1 << BITS) - 1)
-        value = tl.join(low, high).reshape(64, 32).to(tl.float32)
-        keep = in_n[:, None] & (k[None, :] < K)
-        offset = (k // group_size)[None, :] * N + n[:, None]
-        zero = tl.load(zeros + offset, mask=keep, other=0).to(tl.float32) if HAS_ZEROS else MIDDLE
-        scale = tl.load(scales + offset, mask=keep, other=0.0).to(tl.float32)
-        at_out = out + n[:, None].to(tl.int64) * K + k[None, :]
-        tl.store(at_out, ((value - zero) * scale).to(out.dtype.element_ty), mask=keep)
+    shifts = BITS * tl.arange(0, SLICES)[None, :, None, None] + 16 * tl.arange(0, 2)[None, None, None, :]
+    codes = (words[:, None, :, None] >> shifts) & ((1 << BITS) - 1)  # [row, slice, pair, half]
+    run = tile * TILE_K + RUN * tl.arange(0, TILE_K // RUN)
+    offset, keep = (run // group_size)[None, :] * N + n[:, None], in_n & (run < K)[None, :]
+    value = codes.reshape(64, TILE_K // RUN, RUN).to(tl.float32)
+    if HAS_ZEROS:
+        value -= tl.load(zeros + offset, mask=keep, other=0).to(tl.float32)[:, :, None]
+    else:
+        value -= MIDDLE
+    value *= tl.load(scales + offset, mask=keep, other=0.0).to(tl.float32)[:, :, None]
+    at_out = out + n[:, None].to(tl.int64) * K + k[None, :]
+    tl.store(at_out, value.to(out.dtype.element_ty).reshape(64, TILE_K), mask=in_n & (k < K)[None, :])
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -73,5 +79,6 @@ def dequantize_launch(weight: PackedWeight, out: Tensor) -> None:
         BITS=weight.field_bits,
         MIDDLE=weight.middle,
         HAS_ZEROS=weight.zeros is not None,
+        RUN=math.gcd(weight.group_size, tile_k(weight.field_bits)),
         num_warps=4,
     )

@@ -47,8 +47,8 @@ for dtype, changes in CASES:
         assert len(loads) == 1, text
         assert not re.search(r"convert_layout .*tensor<128x(16xi32|32x)", text), text
 pointers = dict(packed="*i32", scales="*fp16", zeros="*u8", out="*bf16")
-constants = dict(BITS=4, MIDDLE=8, HAS_ZEROS=True)
-build(dequantize_kernel, pointers, ["N", "K", "num_tiles", "group_size"], constants, ["N", "K"])
+constants = dict(BITS=4, MIDDLE=8, HAS_ZEROS=True, RUN=128)
+made = build(dequantize_kernel, pointers, ["N", "K", "num_tiles", "group_size"], constants, ["N", "K"])
 pointers = dict(x="*bf16", codes="*fp8e4nv", scales="*fp32", bias="*bf16", out="*bf16", partial="*fp32", locks="*i32")
 if arch >= 90:
     constants = dict(HAS_BIAS=True, SPLIT_K=4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128)

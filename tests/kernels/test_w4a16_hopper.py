@@ -15,12 +15,12 @@ from hf_paged.kernels.cuda_kernel import compile_cubin, nvrtc
 from hf_paged.kernels.packed_linear import lock_count, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, pack_codes, packed_linear_reference
 from hf_paged.kernels.w4a16_hopper import (
-    MAX_HOPPER_ROWS,
     SHAPES,
     HopperTiles,
     Variant,
     choose_hopper_tiles,
     fits_hopper,
+    hopper_rows,
     source,
     w4a16_hopper,
 )
@@ -138,7 +138,7 @@ def test_every_format_equals_the_definition(
     bias = activations(1, n, dtype)[0]
     hopper = torch.cuda.get_device_capability() == (9, 0)
     assert fits_hopper(activations(1, k, dtype), packed) or not hopper
-    for m in (1, 7, 16, 50, 200, 300, MAX_HOPPER_ROWS + 1):
+    for m in (1, 7, 16, 50, 200, 300, hopper_rows(k) + 1):
         x = activations(m, k, dtype)
         for offered in (bias, None):
             assert_close(packed_linear(x, packed, offered, locks), packed_linear_reference(x, packed, offered))
