@@ -17,6 +17,8 @@ KV_FORMATS = ("auto", "fp8", "int8", "int4")
 
 AUTO_QUALITY = "auto-quality"  # as kv_cache_dtype: the cheapest formats within a measured perplexity budget
 
+_LONGEST = 1 << 24  # rotary angles take positions in fp32, which holds no larger integers
+
 MAX_NUM_SEQS = 65536  # each keeps a row in the block tables and in the sampler
 
 AutoBool = bool | Literal["auto"]
@@ -79,7 +81,7 @@ class EngineConfig:
         check_int("max_num_seqs", self.max_num_seqs, minimum=1, maximum=MAX_NUM_SEQS)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, minimum=1)
         if self.max_model_len is not None:
-            check_int("max_model_len", self.max_model_len, minimum=2)
+            check_int("max_model_len", self.max_model_len, minimum=2, maximum=_LONGEST)
         if self.kv_recent_block:
             _check_recent_block(self)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
@@ -102,7 +104,7 @@ class EngineConfig:
 
 def parse_kv_cache_dtype(text: str) -> tuple[str, str]:
     """The formats of K and of V: "int8" -> ("int8", "int8"), "v=auto,k=int8" -> ("int8", "auto"). Raises ValueError."""
-    allowed = f'{", ".join(KV_FORMATS)}, or a pair such as "k=int8,v=int4"'
+    allowed = f'{", ".join(KV_FORMATS)}, {AUTO_QUALITY}, or a pair such as "k=int8,v=int4"'
     if not isinstance(text, str):
         refuse("kv_cache_dtype", text, allowed)
     if text in KV_FORMATS:
@@ -148,7 +150,7 @@ def check_bool(name: str, value: object) -> None:
 
 
 def _check_smoothing(kv_scales: object, budget: object, kv_cache_dtype: str) -> None:
-    if not isinstance(kv_scales, str | os.PathLike):
+    if not isinstance(kv_scales, str | os.PathLike) or kv_scales == "":
         refuse("kv_scales", kv_scales, '"auto", "off", or a file that hf-paged calibrate wrote')
     if budget not in ("auto", "off"):
         if isinstance(budget, str):

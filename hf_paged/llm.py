@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ class _Job:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    error: str | None = None  # why it can never run
 
 
 class LLM:
@@ -189,7 +191,7 @@ class LLM:
             prompts = prompts.tolist()
         if not isinstance(prompts, Mapping | Sequence):
             raise ValueError(f"prompts are one prompt or a list of them, not {type(prompts).__name__}")
-        if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str | bytes | bytearray | Mapping) or (prompts and _is_id(prompts[0])):
             prompts = [prompts]
         params = sampling_params if sampling_params is not None else SamplingParams()
         if isinstance(params, SamplingParams):
@@ -217,11 +219,17 @@ class LLM:
     def _encoded(self, text: str, *, special: bool) -> dict[str, Any]:
         if self.tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer, and this LLM has none; give token ids")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # what JSON's escapes can make; no tokenizer takes it
+            return {"prompt": text, "prompt_token_ids": [], "error": f"the prompt is no Unicode text: {error}"}
         return {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=special).input_ids}
 
     def _add(self, name: str, job: _Job, *, stream: bool) -> RequestOutput | None:
         """Give a job to the engine; a job that can never run gives its error output."""
         try:
+            if job.error is not None:
+                raise ValueError(job.error)
             self.engine.add_request(name, job.prompt_token_ids, job.params, prompt=job.prompt, stream=stream)
         except ValueError as error:
             return RequestOutput(
@@ -258,6 +266,10 @@ class LLM:
 
 def _token_ids(prompt: Any) -> list[int]:
     ids = prompt.tolist() if isinstance(prompt, torch.Tensor | np.ndarray) else prompt
-    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(i, int) for i in ids):
+    if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Sequence) or not all(map(_is_id, ids)):
         raise ValueError(f"a prompt is a text, a list of token ids or a mapping, not {prompt!r:.80}")
-    return list(ids)
+    return [int(i) for i in ids]
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's integers, too

@@ -92,7 +92,7 @@ def _strings(value: object) -> tuple[str, ...]:
     allowed = "a non-empty string, or a sequence of them"
     if isinstance(value, str):
         value = (value,)
-    if not isinstance(value, Iterable):
+    if not isinstance(value, Iterable) or isinstance(value, Mapping):
         refuse("stop", value, allowed)
     strings = tuple(value)
     if not all(isinstance(string, str) and string for string in strings):

@@ -32,6 +32,7 @@ from hf_paged.config import EngineConfig, KVGroup, parse_kv_cache_dtype
         ("max_num_seqs", 10**12),  # each keeps a row in host memory
         ("max_num_batched_tokens", True),
         ("max_model_len", 1),
+        ("max_model_len", 10**9),
         ("enable_prefix_caching", 1),
         ("swap_space", -1.0),
         ("swap_space", math.nan),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_engine import GREEDY, llm, prompts, tiny_llama, tiny_mistral, tokens
+from tiny_tokenizer import tiny_tokenizer
 from transformers import PreTrainedModel
 
 from hf_paged import LLM, PagedCache, SamplingParams
@@ -250,7 +252,20 @@ def test_prompts_may_be_arrays_and_nothing_else_is_taken_for_ids(model: PreTrain
     for array in (torch.tensor([[5, 6, 7], [8, 9, 10]]), np.array([[5, 6, 7], [8, 9, 10]])):
         assert tokens(engine.generate(array, GREEDY, use_tqdm=False)) == expected  # type: ignore[arg-type]  # arrays are taken too
         assert tokens(engine.generate(array[0], GREEDY, use_tqdm=False)) == expected[:1]  # type: ignore[arg-type]  # arrays are taken too
-    wrong: list[object] = [None, 5, {3, 4}, [[1.5, 2.0]], {"prompt_token_ids": None}, {"prompt_token_ids": [2.5]}, {}]
+    assert tokens(engine.generate([np.int64(5), np.int64(6), np.int64(7)], GREEDY, use_tqdm=False)) == expected[:1]  # type: ignore[list-item]  # NumPy's integers are taken too
+    wrong: list[object] = [
+        None,
+        5,
+        {3, 4},
+        b"abc",
+        bytearray(b"abc"),
+        [b"abc"],
+        [[True]],
+        [[1.5, 2.0]],
+        {"prompt_token_ids": None},
+        {"prompt_token_ids": [2.5]},
+        {},
+    ]
     for prompt in wrong:
         with pytest.raises(ValueError, match="prompt"):
             engine.generate(prompt, GREEDY, use_tqdm=False)  # type: ignore[arg-type]  # wrong on purpose
@@ -258,6 +273,14 @@ def test_prompts_may_be_arrays_and_nothing_else_is_taken_for_ids(model: PreTrain
         with pytest.raises(ValueError, match=r"sampling_params=.*allowed"):
             engine.generate([[5]], params, use_tqdm=False)  # type: ignore[arg-type]  # wrong on purpose
     assert not engine.engine.has_work
+
+
+def test_a_text_that_is_no_unicode_costs_its_own_request_only(model: PreTrainedModel) -> None:
+    """JSON's escapes can make half a surrogate pair, which no tokenizer takes."""
+    engine = LLM(model, tokenizer=tiny_tokenizer(120), num_blocks=120, block_size=16)
+    good, bad = engine.generate(["abc", json.loads('"a\\ud800"')], GREEDY, use_tqdm=False)
+    assert good.error is None and good.outputs[0].finish_reason == "length"
+    assert bad.outputs[0].finish_reason == "error" and "no Unicode text" in (bad.error or "")
 
 
 def test_what_is_no_model_and_what_are_no_params_are_refused_by_name(model: PreTrainedModel) -> None:
