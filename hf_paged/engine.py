@@ -152,6 +152,8 @@ class Engine:
         Raises:
             ValueError: the request can never run; it was not accepted.
         """
+        if not isinstance(request_id, str) or not request_id:
+            refuse("request_id", request_id, "a text that is not empty")
         if not isinstance(params, SamplingParams):
             refuse("params", params, "a SamplingParams")
         ids = self._checked_ids(prompt_token_ids)
@@ -167,9 +169,7 @@ class Engine:
             self.scheduler.add(request)
         try:
             self.outputs.add(request_id, requests, prompt=prompt, stream=stream)
-        except (
-            BaseException
-        ):  # a prompt that cannot be decoded, an interrupt: nothing is accepted
+        except BaseException:  # a prompt that cannot be decoded, an interrupt: nothing is accepted
             for request in requests:
                 self.scheduler.abort(request.request_id)
             raise

@@ -54,6 +54,7 @@ class LLM:
     Raises:
         ValueError: an unknown option or impossible value, or a model that cannot be paged; nothing was loaded before
             the options were checked.
+        OSError: there is no such model or tokenizer.
     """
 
     def __init__(
@@ -67,6 +68,9 @@ class LLM:
     ) -> None:
         config = EngineConfig.parse(engine_options)
         if isinstance(model, str | os.PathLike):
+            _check_folder("model", model)
+            if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+                refuse("dtype", dtype, '"auto", a dtype of torch or its name')
             tokenizer = tokenizer if tokenizer is not None else model
             device = device or ("cuda" if torch.cuda.is_available() else "cpu")
             if str(device).startswith("cuda") and not torch.cuda.is_available():
@@ -77,6 +81,7 @@ class LLM:
         elif device is not None:
             raise ValueError(f"device={device!r} is for models loaded by name; this model is already on a device")
         if isinstance(tokenizer, str | os.PathLike):
+            _check_folder("tokenizer", tokenizer)
             tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         self.model: PreTrainedModel = model.eval()
         self.tokenizer = tokenizer
@@ -262,6 +267,13 @@ class LLM:
 
     def _next_id(self) -> str:
         return f"llm-{next(self._ids)}"
+
+
+def _check_folder(name: str, value: str | os.PathLike[str]) -> None:
+    """Transformers takes what is no folder for a hub name, and complains of the letters in it."""
+    path = os.fspath(value)
+    if not os.path.isdir(path) and (not path or path.startswith(("/", ".", "~")) or os.path.exists(path)):
+        raise OSError(f"{name}={path!r}: there is no such folder")
 
 
 def _token_ids(prompt: Any) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -292,4 +293,20 @@ def test_what_is_no_model_and_what_are_no_params_are_refused_by_name(model: PreT
     engine = llm(model).engine
     with pytest.raises(ValueError, match="params=None is not allowed"):
         engine.add_request("a", [5], None)  # type: ignore[arg-type]
+    for request_id in (None, 5, b"x", ""):
+        with pytest.raises(ValueError, match="request_id=.* is not allowed"):
+            engine.add_request(request_id, [5], GREEDY)  # type: ignore[arg-type]
     assert not engine.has_work
+
+
+def test_what_is_no_folder_is_named_with_the_argument_that_says_so(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Transformers would complain of the letters in a hub name."""
+    file = tmp_path / "config.json"
+    file.touch()
+    for missing in ("", "/nowhere", "./nowhere", file):
+        with pytest.raises(OSError, match="model=.* there is no such folder"):
+            LLM(missing)
+        with pytest.raises(OSError, match="tokenizer=.* there is no such folder"):
+            LLM(model, tokenizer=missing)
+    with pytest.raises(ValueError, match="dtype='float99' is not allowed"):
+        LLM(tmp_path, dtype="float99")
