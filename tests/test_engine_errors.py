@@ -253,7 +253,7 @@ def test_prompts_may_be_arrays_and_nothing_else_is_taken_for_ids(model: PreTrain
     for array in (torch.tensor([[5, 6, 7], [8, 9, 10]]), np.array([[5, 6, 7], [8, 9, 10]])):
         assert tokens(engine.generate(array, GREEDY, use_tqdm=False)) == expected  # type: ignore[arg-type]  # arrays are taken too
         assert tokens(engine.generate(array[0], GREEDY, use_tqdm=False)) == expected[:1]  # type: ignore[arg-type]  # arrays are taken too
-    assert tokens(engine.generate([np.int64(5), np.int64(6), np.int64(7)], GREEDY, use_tqdm=False)) == expected[:1]  # type: ignore[list-item]  # NumPy's integers are taken too
+    assert tokens(engine.generate([np.int64(5), np.int64(6), np.int64(7)], GREEDY, use_tqdm=False)) == expected[:1]  # type: ignore[arg-type]  # NumPy's integers are taken too
     wrong: list[object] = [
         None,
         5,
@@ -294,7 +294,7 @@ def test_what_is_no_model_and_what_are_no_params_are_refused_by_name(model: PreT
     with pytest.raises(ValueError, match="params=None is not allowed"):
         engine.add_request("a", [5], None)  # type: ignore[arg-type]
     for request_id in (None, 5, b"x", ""):
-        with pytest.raises(ValueError, match="request_id=.* is not allowed"):
+        with pytest.raises(ValueError, match=r"request_id=.* is not allowed"):
             engine.add_request(request_id, [5], GREEDY)  # type: ignore[arg-type]
     assert not engine.has_work
 
@@ -304,9 +304,9 @@ def test_what_is_no_folder_is_named_with_the_argument_that_says_so(model: PreTra
     file = tmp_path / "config.json"
     file.touch()
     for missing in ("", "/nowhere", "./nowhere", file):
-        with pytest.raises(OSError, match="model=.* there is no such folder"):
+        with pytest.raises(OSError, match=r"model=.* there is no such folder"):
             LLM(missing)
-        with pytest.raises(OSError, match="tokenizer=.* there is no such folder"):
+        with pytest.raises(OSError, match=r"tokenizer=.* there is no such folder"):
             LLM(model, tokenizer=missing)
     with pytest.raises(ValueError, match="dtype='float99' is not allowed"):
         LLM(tmp_path, dtype="float99")
