@@ -93,9 +93,8 @@ def quantize(
     from hf_paged.quant.quantize_report import plot_errors
 
     config = cli.checked(QuantizeConfig, options)
-    for name, value in (("calibration", calibration), ("samples", samples), ("seqlen", seqlen)):
-        if value is not None and not config.calibrated:
-            raise typer.BadParameter(f"--{name} does not go with --method {method}, which looks at no activations")
+    if calibration is not None and not config.calibrated:
+        raise typer.BadParameter(f"--calibration does not go with --method {method}, which looks at no activations")
     cli.quiet_unless_terminal()
     text_ids = None if evaluate is None else _token_ids(cli.existing(model), evaluate)
     try:

@@ -18,27 +18,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
 from hf_paged.quant.quantize_report import LayerReport
 
 _SHARD_BYTES = 2 * 2**30  # of one weight file: also the CPU memory that putting a file together takes
-_COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "LICENSE",
-)
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")  # not copied
+_TEMPLATES = "additional_chat_templates"
 
 
 class PartialOutput:
@@ -123,10 +112,9 @@ class PartialOutput:
 
     def finish(self, config: Mapping[str, Any], source: str, extra: Mapping[str, str]) -> None:
         """Add what belongs to a model besides weights (`extra`: file name -> text), and rename it to OUT."""
-        for name in _COPIED:
-            found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-            if found is not None:
-                shutil.copyfile(found, self._whole / name)
+        for path, name in _beside_weights(source):
+            (self._whole / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, self._whole / name)
         for name, text in extra.items():
             _write_text(self._whole / name, text)
         _write_text(self._whole / "config.json", json.dumps(config, indent=2))
@@ -152,6 +140,20 @@ class PartialOutput:
             weight_map |= dict.fromkeys(names, file)
         listing = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_text(self._whole / "model.safetensors.index.json", json.dumps(listing, indent=2))
+
+
+def _beside_weights(source: str) -> list[tuple[Path, Path]]:
+    """Files of a model's folder or hub name that hold no weights, and their names in it: its tokenizer, templates,
+    processors and code, whatever they are called."""
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(source, ignore_patterns=[f"*{suffix}" for suffix in _WEIGHTS]))
+    found = sorted(path for path in [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")] if path.is_file())
+    return [
+        (path, path.relative_to(folder))
+        for path in found
+        if not path.name.startswith(".") and not path.name.endswith(_WEIGHTS)
+    ]
 
 
 def partial_folder(output: Path) -> Path:

@@ -75,7 +75,7 @@ def quantize(
     output = Path(output)
     check_output(output)
     target = _device(device)
-    with _files_of(model, output) as (path, own):
+    with _files_of(model, output) as (path, called):
         source = SourceModel(path)
         context = getattr(source.config.get_text_config(decoder=True), "max_position_embeddings", None)
         config = (config or QuantizeConfig()).resolved(context)
@@ -83,7 +83,7 @@ def quantize(
         source.refuse_missing(layers)
         names = [f"{layers}.{index}" for index, _ in source.model.get_submodule(layers).named_children()]
         plan = plan_linears(source, names, config)
-        windows = _calibration(config, calibration, source, context, tokenizer or own)
+        windows = _calibration(config, calibration, source, context, tokenizer)
         check_space(output, _bytes_needed(source, plan, config))
         settings = {
             "model": source.fingerprint(),
@@ -95,7 +95,7 @@ def quantize(
         with torch.no_grad():
             with run.partial.discarded_on(ValueError), QuantizeProgress(len(names), shown=progress) as run.progress:
                 reports = run.quantize_layers(windows)
-            return run.finish(reports, windows, str(model) if own is None else "a model in memory", begin)
+            return run.finish(reports, windows, called, begin)
 
 
 class _Run:
@@ -364,17 +364,15 @@ def _calibration(
 
 
 @contextmanager
-def _files_of(
-    model: str | Path | PreTrainedModel, output: Path
-) -> Iterator[tuple[str, PreTrainedTokenizerBase | None]]:
-    """The path of a model's files; those of a model in memory are written, and removed again."""
+def _files_of(model: str | Path | PreTrainedModel, output: Path) -> Iterator[tuple[str, str]]:
+    """The path of a model's files and what a report calls it; those of a model in memory are written, and removed."""
     if not isinstance(model, PreTrainedModel):
-        yield str(model), None
+        yield str(model), str(model)
         return
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.source-", dir=output.parent) as folder:
         model.save_pretrained(folder)
-        yield folder, None
+        yield folder, "a model in memory"
 
 
 def _head_dim(config: Any) -> int | None:

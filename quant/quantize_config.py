@@ -30,6 +30,9 @@ _OWN_SETTINGS = {
     "descent": CALIBRATED,
     "true_sequential": CALIBRATED,
     "damping": CALIBRATED,
+    "samples": CALIBRATED,
+    "seqlen": CALIBRATED,
+    "seed": CALIBRATED,
     "activations_from": ("fp8",),
 }
 
@@ -57,9 +60,9 @@ class QuantizeConfig:
     descent: bool = True  # gptq, awq: then move codes, one at a time, to where the output's error is least
     activations_from: int = 1  # fp8: the first layer whose inputs are rounded too; those before it keep 16 bits
     skip: tuple[str, ...] = ()  # regular expressions; linears whose name one of them is found in stay plain
-    samples: int | None = None  # windows of calibration text; None: as many as hold 262,144 tokens
-    seqlen: int | None = None  # tokens per window; None: 2048, or the model's context where that is less
-    seed: int = 0
+    samples: int | None = None  # gptq, awq: windows of calibration text; None: as many as hold 262,144 tokens
+    seqlen: int | None = None  # gptq, awq: tokens per window; None: 2048, or the model's context where that is less
+    seed: int = 0  # gptq, awq: which windows are drawn
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -97,6 +100,8 @@ class QuantizeConfig:
 
     def resolved(self, context: int | None = None) -> QuantizeConfig:
         """The same with nothing left to choose; `context`: the tokens that the model was made for, if it says so."""
+        if not self.calibrated:
+            return replace(self, **self._choices())
         seqlen = self.seqlen or min(_SEQLEN, context or _SEQLEN)
         samples = self.samples or max(1, _TOKENS // seqlen)
         return replace(self, **self._choices(), seqlen=seqlen, samples=samples)
@@ -146,7 +151,7 @@ class QuantizeConfig:
             default = type(self).__dataclass_fields__[name].default
             if self.method not in owners and getattr(self, name) != default:
                 only = " and ".join(owners)
-                refuse(name, getattr(self, name), f"{default} with method={self.method!r}; only {only} has it")
+                refuse(name, getattr(self, name), f"{default} with method={self.method!r}; it belongs to {only}")
 
     def _check_format(self) -> None:
         chosen = self._choices()

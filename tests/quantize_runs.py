@@ -15,7 +15,7 @@ import hf_paged
 from hf_paged.quant.quantize_config import QuantizeConfig
 from hf_paged.quant.quantize_report import QuantizeReport
 
-CONFIG = QuantizeConfig(group_size=32, samples=6, seqlen=32)
+CONFIG = QuantizeConfig(group_size=32)  # windows are given as ids
 
 
 def ids(samples: int = 6, seqlen: int = 32) -> Tensor:

@@ -118,7 +118,7 @@ def test_ctrl_c_says_where_the_finished_layers_are_and_how_to_go_on(
     ("options", "message"),
     [
         (("--method", "marlin"), "method='marlin'"),
-        (("--method", "rtn", "--samples", 4), "--samples does not go with --method rtn"),
+        (("--method", "rtn", "--samples", 4), "samples=4 is not allowed"),
         (("--method", "fp8", "--calibration", "x"), "--calibration does not go with --method fp8"),
         (("--method", "awq", "--act-order"), "act_order=True"),
         (("--skip", "("), "no regular expression"),

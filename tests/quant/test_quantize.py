@@ -23,7 +23,8 @@ def test_a_model_in_memory_gives_the_files_that_its_folder_gives(model_path: Pat
     quantize(model_path, tmp_path / "from-files")
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    hf_paged.quantize(model, CONFIG, ids(), output=tmp_path / "from-memory", device="cpu", progress=False)
+    report = quantize(model, tmp_path / "from-memory")
+    assert report.model == "a model in memory"  # and not its whole module tree, as str() has it
     assert same_weights(tmp_path / "from-files", tmp_path / "from-memory")
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())  # left alone
     assert sorted(path.name for path in tmp_path.iterdir()) == ["from-files", "from-memory"]

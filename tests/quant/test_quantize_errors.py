@@ -29,7 +29,7 @@ from hf_paged.quant.quantize_config import QuantizeConfig
 from hf_paged.quant.quantize_report import QuantizeReport
 from hf_paged.quant.source_model import SourceModel
 
-CONFIG = QuantizeConfig(group_size=32, samples=4, seqlen=32)
+CONFIG = QuantizeConfig(group_size=32)
 
 
 def ids(samples: int = 4, seqlen: int = 32) -> Tensor:
@@ -107,7 +107,7 @@ def test_settings_that_no_file_can_hold_are_refused_by_name(settings: dict[str, 
         ({}, "missing", "method 'gptq' needs calibration"),
         ({"method": "rtn"}, "ids", "method 'rtn' looks at no activations"),
         ({"seqlen": 300}, "text", "seqlen=300 is more than the model's context of 256"),
-        ({"samples": 40}, "text", "has 1,000 tokens, 40 windows of 32 need 1,280: lower samples to 31"),
+        ({"samples": 40, "seqlen": 32}, "text", "has 1,000 tokens, 40 windows of 32 need 1,280: lower samples to 31"),
         ({"samples": 1, "seqlen": 256}, "short", "has 10 tokens, 1 windows of 256 need 256: lower seqlen to 10"),
         ({}, "empty", "the file holds no text"),
         ({}, "/nowhere/text.txt", "no such file"),

@@ -36,7 +36,7 @@ def saved(family: str, folder: Path) -> PreTrainedModel:
 
 def run(folder: Path, out: Path, **settings: object) -> QuantizeReport:
     group_size = -1 if settings["method"] == "fp8" else 32
-    config = QuantizeConfig(**{"group_size": group_size, "samples": 6, "seqlen": 32, **settings})  # type: ignore[arg-type]
+    config = QuantizeConfig(**{"group_size": group_size, **settings})  # type: ignore[arg-type]
     return quantize(folder, config, calibration() if config.calibrated else None, output=out, device="cpu")
 
 

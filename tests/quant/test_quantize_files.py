@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,24 @@ def test_everything_that_belongs_to_the_model_comes_along(model_path: Path, tmp_
     source, out = load_file(model_path / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     for name in ("lm_head.weight", "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"):
         assert torch.equal(source[name], out[name])
+
+
+def test_what_tokenizers_and_processors_are_made_of_comes_along_whatever_it_is_called(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """A list of names left out Mistral's tokenizer, processors of images, and the code of a model."""
+    source = Path(shutil.copytree(model_path, tmp_path / "source"))
+    kept = ("tekken.json", "preprocessor_config.json", "modeling_own.py", "additional_chat_templates/tool.jinja")
+    for name in kept:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    for name in ("training_args.bin", "original.pth", ".gitattributes"):
+        (source / name).write_text("not this")
+    quantize(source, tmp_path / "out", replace(CONFIG, method="rtn"))
+    out = tmp_path / "out"
+    assert all((out / name).read_text() == name for name in kept)
+    assert not {"training_args.bin", "original.pth", ".gitattributes"} & {path.name for path in out.iterdir()}
+    assert json.loads((out / "quantize_report.json").read_text())["model"] == str(source)
 
 
 def test_large_models_are_written_as_shards_that_load(

@@ -56,6 +56,9 @@ def left(output: Path) -> list[str]:
         {"method": "rtn", "damping": 0.5},
         {"method": "awq", "static_groups": False},
         {"method": "int8", "true_sequential": False},
+        {"method": "rtn", "samples": 7},
+        {"method": "int8", "seqlen": 64},
+        {"method": "fp8", "seed": 1},
         {"bits": 4.0},
     ],
 )

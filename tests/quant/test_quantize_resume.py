@@ -56,8 +56,8 @@ def test_a_resumed_run_gives_the_files_of_one_that_was_never_stopped(
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="holds an unfinished run"):
         quantize(model_path, tmp_path / "out", config)
-    with pytest.raises(ValueError, match=r"was started with config\.seed=0, now it is 1"):
-        quantize(model_path, tmp_path / "out", replace(config, seed=1), resume=True)
+    with pytest.raises(ValueError, match=r"was started with config\.group_size=32, now it is 16"):
+        quantize(model_path, tmp_path / "out", replace(config, group_size=16), resume=True)
     report = quantize(model_path, tmp_path / "out", config, resume=True)
     assert report.resumed_layers == 2 and len(report.layers) == 3
     assert same_weights(tmp_path / "whole", tmp_path / "out")
