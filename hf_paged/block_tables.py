@@ -7,6 +7,7 @@ Everything is vectorised over tokens with numpy; loops run over rows at most.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,8 +32,10 @@ class BlockTables:
         return len(self.lengths)
 
     def blocks_needed(self, counts: Ints) -> int:
-        """Free blocks that `append(counts)` may take, an upper bound."""
-        return int(self._missing(counts).sum()) + len(self._shared_tails(counts))
+        """Free blocks that `append(counts)` takes: of a shared tail each writer but the last holder gets a copy."""
+        writers = Counter(int(self.table[row, column]) for row, column in self._shared_tails(counts))
+        copies = sum(min(count, self._pool.ref_count(block) - 1) for block, count in writers.items())
+        return int(self._missing(counts).sum()) + copies
 
     def append(self, counts: Ints) -> list[tuple[int, int]]:
         """Make room for `counts[r]` more tokens in each row and count them as stored.

@@ -81,10 +81,10 @@ def _eos_token_ids(criteria: StoppingCriteriaList) -> frozenset[int]:
 
 
 def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """The rows without their padding.
+    """The rows without their padding; that a mask is zeros, then ones, was checked by `PagedCall`.
 
     Raises:
-        ValueError: a mask that is not zeros, then ones.
+        ValueError: a mask of another shape.
     """
     rows: list[list[int]] = input_ids.tolist()
     if attention_mask is None:
@@ -93,12 +93,6 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]
     if mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}; allowed: {tuple(input_ids.shape)}, that of input_ids"
-        )
-    holes = (mask[:, :-1] & ~mask[:, 1:]).any(-1)
-    if holes.any():
-        raise ValueError(
-            f"attention_mask masks tokens after real ones in rows {holes.nonzero().flatten().tolist()}; pages hold no "
-            'padding, only left padding can be left out: tokenize with padding_side="left"'
         )
     kept = mask.sum(-1).tolist()
     return [row[len(row) - n :] for row, n in zip(rows, kept, strict=True)]

@@ -26,6 +26,7 @@ from hf_paged.kv_cache import KVCache, LayerFormat
 from hf_paged.kv_calibration import CALIBRATIONS, FORMATS, OWN_TOKENS, calibrate, calibration_tokens, progress
 from hf_paged.kv_protection import plan_layers, scales_of
 from hf_paged.kv_scales import KVMix, KVScales, load_kv_scales, save_kv_scales
+from hf_paged.memory import check_size
 from hf_paged.model_inputs import one_prompt
 from hf_paged.model_runner import StepContext
 from hf_paged.model_view import build_view
@@ -73,21 +74,30 @@ def cache_storage(model: PreTrainedModel, config: EngineConfig) -> tuple[EngineC
     `kv_scales="auto"` does without scales where pages cannot run the model themselves; that is logged.
 
     Raises:
-        OSError, ValueError: as `load_kv_scales`; "auto-quality" where pages cannot run the model.
+        OSError, ValueError: as `load_kv_scales`; "auto-quality" where pages cannot run the model; more blocks than the
+            device has memory for.
     """
     quality = config.kv_cache_dtype == AUTO_QUALITY
-    if not quality and parse_kv_cache_dtype(config.kv_cache_dtype) == ("auto", "auto"):
+    own_scales = config.kv_scales in ("auto", "off")
+    plain = not quality and own_scales and parse_kv_cache_dtype(config.kv_cache_dtype) == ("auto", "auto")
+    if plain and config.num_blocks is None:
         return config, None
     try:
         is_view = model.config._attn_implementation == ATTENTION_NAME
         packed = PackedModel(model if is_view else build_view(model))
     except ValueError as error:
-        if quality or config.kv_scales not in ("auto", "off"):
+        if quality or not own_scales:
             raise
         logger.info("the KV cache of %s is not smoothed: %s", type(model).__name__, error)
         return config, None
     config = resolve_quality(model, packed, config)
-    return config, scales_of(model, packed, config)
+    scales = scales_of(model, packed, config)
+    if config.num_blocks is not None:
+        formats = plan_layers(packed.specs, config, scales).formats
+        empty = (KVCache([spec], formats, num_blocks=0, block_size=config.block_size) for spec in packed.specs)
+        num_bytes = config.num_blocks * sum(layer.block_bytes for layer in empty)
+        check_size(f"{config.num_blocks} KV blocks", num_bytes, packed.device)
+    return config, scales
 
 
 def calibrate_on(model: PreTrainedModel, token_ids: Sequence[int]) -> None:

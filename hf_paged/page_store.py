@@ -81,7 +81,7 @@ class PageStore:
         if config.num_blocks is not None and enough > config.num_blocks:
             raise ValueError(
                 f"num_blocks={config.num_blocks} is too small: {num_rows} rows of up to {num_tokens} tokens need "
-                f"{enough} blocks of {config.block_size} tokens"
+                f"{enough} blocks of {config.block_size} tokens, the null block included"
             )
         self.enough = max(self.enough, enough)
 

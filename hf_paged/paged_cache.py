@@ -131,6 +131,8 @@ class PagedCache(Cache):
             options, scales = cache_storage(model, options)
         elif options.kv_cache_dtype == AUTO_QUALITY:
             refuse("kv_cache_dtype", AUTO_QUALITY, "a format: there is no model here that could be measured")
+        elif options.kv_scales not in ("auto", "off"):
+            refuse("kv_scales", options.kv_scales, '"auto" or "off": there is no model here that a file could be of')
         self._attach(CachePages(PageStore(options, scales), attends=attends), text.num_hidden_layers)
 
     def _attach(self, pages: CachePages, num_layers: int) -> None:

@@ -84,10 +84,16 @@ class PagedCall:
         """Choose the driver and run it; returns what dense `generate` returns."""
         generation_config.cache_implementation = None  # assistants inherit this config and bring caches of their own
         loop = loop_of(model, generation_config, self.arguments)
+        copies = max(generation_config.num_beams, generation_config.num_return_sequences)  # rows for each prompt
+        mask = model_kwargs.get("attention_mask")
         if model_kwargs.get("inputs_embeds") is None:
             embeddings: Any = model.get_input_embeddings()
-            _check_prompts(input_ids, model_kwargs.get("attention_mask"), embeddings.weight.shape[0])
+            _check_prompts(input_ids, mask, embeddings.weight.shape[0], copies)
         driver, reason = driver_for(self.view, generation_config, self.arguments, model_kwargs)
+        # Attention weights come from the model's own attention; under it a PagedCache reads its pages back.
+        own_attention = driver == "dense" or generation_config.output_attentions
+        if mask is not None and not own_attention:
+            _check_padding(mask, copies)
         if self.cache_config.kv_recent_block and driver != "engine":
             raise ValueError(
                 f"kv_recent_block=True is for calls that the engine runs, and this one runs in a {driver} ({reason}); "
@@ -110,11 +116,9 @@ class PagedCall:
                 stopping_criteria=stopping_criteria,
                 generation_config=generation_config,
                 streamer=self.arguments.streamer,
-                attention_mask=model_kwargs.get("attention_mask"),
+                attention_mask=mask,
                 cache_config=self.cache_config,
             )
-        # Attention weights come from the model's own attention; under it a PagedCache reads its pages back.
-        own_attention = driver == "dense" or generation_config.output_attentions
         return generate_with_loop(
             model if own_attention else self.view,
             input_ids,
@@ -149,6 +153,8 @@ def driver_for(
         return "loop", "return_dict_in_generate returns the cache"
     if generation_config.is_assistant or arguments.synced_gpus:
         return "loop", "assistant" if generation_config.is_assistant else "synced_gpus"
+    if generation_config.prefill_chunk_size is not None:
+        return "loop", "prefill_chunk_size"
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return "loop", "attentions or hidden states are returned"
     if len({p.device for p in view.parameters() if p.device.type == "cuda"}) > 1:
@@ -178,8 +184,11 @@ def _engine_options(config: EngineConfig) -> list[str]:
     return [name for name in _ENGINE_OPTIONS if getattr(config, name) != getattr(default, name)]
 
 
-def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> None:
-    """Refuse prompts that no model can answer: no integers, without a token, or with ids that have no embedding."""
+def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int, copies: int) -> None:
+    """Refuse prompts that no model can answer: no integers, without a token, or with ids that have no embedding.
+
+    Each prompt lies in `copies` consecutive rows; messages count prompts, as the caller does.
+    """
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         raise ValueError(f"input_ids are {input_ids.dtype}; allowed: token ids in an integer dtype")
     if not len(input_ids):
@@ -190,10 +199,22 @@ def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size:
     unknown = ((input_ids < 0) | (input_ids >= vocab_size)) & real
     empty, bad = torch.stack([~real.any(-1), unknown.any(-1)]).tolist()
     if True in empty:
-        raise ValueError(f"rows {_rows(empty)} hold no token (or mask all of them): a prompt needs at least one")
+        rows = _rows(empty, copies)
+        raise ValueError(f"rows {rows} hold no token (or mask all of them): a prompt needs at least one")
     if True in bad:
-        raise ValueError(f"rows {_rows(bad)} hold token ids outside 0..{vocab_size - 1}")
+        raise ValueError(f"rows {_rows(bad, copies)} hold token ids outside 0..{vocab_size - 1}")
 
 
-def _rows(flags: list[bool]) -> list[int]:
-    return [row for row, flag in enumerate(flags) if flag]
+def _check_padding(mask: Tensor, copies: int) -> None:
+    """Refuse a 2-D mask of anything but left padding."""
+    real = mask.bool()
+    holes: list[bool] = (real[..., :-1] & ~real[..., 1:]).any(-1).tolist() if mask.ndim == 2 else []
+    if True in holes:
+        raise ValueError(
+            f"attention_mask masks tokens after real ones in rows {_rows(holes, copies)}; pages hold no padding, only "
+            'left padding can be left out: tokenize with padding_side="left"'
+        )
+
+
+def _rows(flags: list[bool], copies: int) -> list[int]:
+    return sorted({row // copies for row, flag in enumerate(flags) if flag})

@@ -93,8 +93,15 @@ def test_ids_of_a_narrow_dtype_come_back_as_wide_as_from_dense_generate(model: P
         ({"input_ids": ONE, "cache_config": {1: 2, "a": 3}}, r"unknown cache_config keys \[1, 'a'\]; allowed"),
         ({"input_ids": ONE, "cache_config": {"cuda_graphs": True}}, r"cuda_graphs=True needs.*CUDA"),
         ({"input_ids": ONE, "cache_config": {"num_blocks": 10**12}}, r"10{12} KV blocks: .* GiB are more than"),
+        ({"input_ids": ONE, "num_beams": 2, "cache_config": {"num_blocks": 10**12}}, r"10{12} KV blocks: .* more than"),
+        ({"input_ids": ONE, "num_beams": 2, "cache_config": {"kv_scales": "/nowhere"}}, "there is no file /nowhere"),
+        ({"input_ids": ONE, "cache_config": {"kv_scales": ""}}, "kv_scales='' is not allowed"),
+        (
+            {"input_ids": ONE, "cache_config": {"kv_cache_dtype": "INT8"}},
+            "allowed: auto, fp8, int8, int4, auto-quality",
+        ),
         ({"input_ids": ONE, "cache_config": {"swap_space": 1e9}}, r"swap_space=1000000000.0: .* GiB are more than"),
-        ({"input_ids": ONE, "max_new_tokens": 10**12}, r"KV blocks: .* GiB are more than"),
+        ({"input_ids": ONE, "max_new_tokens": 10**12}, r"max_model_len=10{11}9 is not allowed"),
     ],
 )
 def test_what_cannot_be_done_is_named_and_the_next_call_works(
@@ -104,7 +111,7 @@ def test_what_cannot_be_done_is_named_and_the_next_call_works(
     if inputs.get("cache_config", {}).get("cuda_graphs") and torch.cuda.is_available():
         pytest.skip("says that there is no GPU")
     before = model.config.to_dict(), model.generation_config.to_dict()
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises((ValueError, OSError), match=reason):
         call(model, **inputs, **PAGED)
     assert (model.config.to_dict(), model.generation_config.to_dict()) == before
     assert torch.equal(call(model, ONE, **PAGED), call(model, ONE))
@@ -205,3 +212,41 @@ def test_rows_that_could_fill_the_memory_wait_instead(monkeypatch: pytest.Monkey
     engine = ENGINES.engine_of(model)
     assert engine is not None and engine.kv_cache.num_blocks * 16 < 6 * 120
     assert torch.equal(paged, model.generate(**options))
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+@pytest.mark.parametrize("masked", [[1, 1, 0, 1, 1], [1, 1, 1, 1, 0], [0, 0, 0, 0, 0]], ids=str)
+def test_rows_are_named_as_the_caller_counts_them(
+    model: PreTrainedModel, options: dict[str, Any], masked: list[int]
+) -> None:
+    """Transformers repeats a prompt for each beam; rows [2, 3] of a call with two prompts are nobody's."""
+    mask = torch.tensor([[1] * 5, masked])
+    with pytest.raises(ValueError, match=r"rows \[1\]"):
+        call(model, IDS[:, :5], attention_mask=mask, **options, **PAGED)
+
+
+@pytest.mark.parametrize(("num_beams", "length", "new_tokens"), [(2, 5, 10), (3, 9, 60), (4, 9, 40)])
+def test_the_number_of_blocks_that_a_refusal_names_is_enough(
+    model: PreTrainedModel, num_beams: int, length: int, new_tokens: int
+) -> None:
+    """Beams copy a shared tail before they write into it, all but the last of its holders."""
+    needed = num_beams * -(-(length + new_tokens) // 16) + 1
+    options = {"num_beams": num_beams, "max_new_tokens": new_tokens, "eos_token_id": None}
+    size = {"block_size": 16, "num_blocks": needed}
+    with pytest.raises(ValueError, match=f"need {needed} blocks of 16 tokens, the null block included"):
+        call(model, ONE[:, :length], **options, **PAGED, cache_config={**size, "num_blocks": needed - 1})
+    dense = call(model, ONE[:, :length], **options)
+    assert torch.equal(call(model, ONE[:, :length], **options, **PAGED, cache_config=size), dense)
+
+
+def test_prompts_in_chunks_of_the_callers_are_run_in_them(model: PreTrainedModel) -> None:
+    """The engine has chunks of its own and would drop `prefill_chunk_size` without a word."""
+    columns: list[int] = []
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: columns.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        call(model, ONE, prefill_chunk_size=4, **PAGED)
+    finally:
+        hook.remove()
+    assert [count for count in columns if count > 1] == [4, 4]
