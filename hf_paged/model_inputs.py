@@ -285,7 +285,7 @@ class InputBuilder:
         values = _tokens(scheduled, sizes, firsts, len(tokens))
         columns = values[1] // self._block_size
         offsets = values[1] - columns * self._block_size
-        values[3 : 3 + g] = self._tables[:, values[0], columns] * self._block_size + offsets
+        values[3 : 3 + g] = self._tables[:, values[0], columns] * np.int64(self._block_size) + offsets
         lengths = ends[None]
         if self.keeps_recent:  # row r keeps the block of its last token in slot r + 1
             last = (ends - 1) // self._block_size
@@ -294,7 +294,6 @@ class InputBuilder:
             lengths = np.stack((ends, last * self._block_size, rows + 1))
             assert ((counts == 1) | (starts % self._block_size == 0)).all(), "a chunk begins inside a block"
         decodes, padded = sizes.num_decodes, shape.num_decodes
-
         with_prompts = shape.num_seqs > padded
 
         def put(target: np.ndarray, source: np.ndarray, padding: np.ndarray | int = 0) -> None:
