@@ -5,8 +5,8 @@ its launcher in `cpu_fused.py` or `cpu_attention.py` names them; addresses are b
 tasks until there are none (`cpu_launch.py`), so that rows of any lengths keep all of them busy. The word before is how
 many threads are in a kernel that allocates: not 0 in the end if one of them failed.
 
-All of it is one file, longer than others: Numba keeps what it compiled beside a kernel's file and compiles anew when *that
-file* changes. With a file of their own, a change of the functions that kernels share would leave old ones in the kernels.
+All of it is one file, longer than others: Numba keeps what it compiled beside a kernel's file and compiles anew when
+*that file* changes. A change of what kernels share, in a file of its own, would leave old code in them.
 """
 
 from __future__ import annotations
