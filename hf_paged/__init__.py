@@ -20,6 +20,7 @@ except KeyboardInterrupt:  # of the command, while it imports torch: it ends as 
 
 if TYPE_CHECKING:
     from hf_paged.config import EngineConfig
+    from hf_paged.engine_registry import release
     from hf_paged.generation import generate
     from hf_paged.kv_mix import calibrate_on
     from hf_paged.llm import LLM
@@ -41,6 +42,7 @@ __all__ = [
     "generate",
     "quantize",
     "register",
+    "release",
     "unregister",
 ]
 
@@ -55,6 +57,7 @@ _HOME = {
     "calibrate_on": "hf_paged.kv_mix",
     "generate": "hf_paged.generation",
     "quantize": "hf_paged.quant.quantize",
+    "release": "hf_paged.engine_registry",
 }
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
-from hf_paged.config import EngineConfig
+from hf_paged.config import EngineConfig, refuse
 from hf_paged.engine import Engine
 from hf_paged.model_view import ModelFingerprint
 
@@ -73,16 +73,21 @@ class EngineRegistry:
         )
         with self._lock:
             slot = self._slots.setdefault(model, _Slot())
-        if slot.owner == threading.get_ident():
-            raise RuntimeError("generate() was called on a model from inside its own paged generate() call")
-        with slot.lock:
-            slot.owner = threading.get_ident()
-            try:
-                _prepare(slot, model, config, size)
-                assert slot.engine is not None
-                yield slot.engine
-            finally:
-                slot.owner = None
+        with _held(slot):
+            _prepare(slot, model, config, size)
+            assert slot.engine is not None
+            yield slot.engine
+
+    def release(self, model: PreTrainedModel) -> None:
+        """Free the model's engine once no call runs on it; the next call makes another.
+
+        Raises:
+            RuntimeError: this thread is inside a paged call on the model.
+        """
+        slot = self._slots.get(model)
+        if slot is not None:
+            with _held(slot):
+                slot.engine = None
 
     def engine_of(self, model: PreTrainedModel) -> Engine | None:
         """The model's engine, if a call has made one."""
@@ -92,6 +97,19 @@ class EngineRegistry:
     def clear(self) -> None:
         with self._lock:
             self._slots.clear()
+
+
+@contextmanager
+def _held(slot: _Slot) -> Iterator[None]:
+    """One thread at a time, and not twice."""
+    if slot.owner == threading.get_ident():
+        raise RuntimeError("generate() or release() was called on a model from inside its own paged generate() call")
+    with slot.lock:
+        slot.owner = threading.get_ident()
+        try:
+            yield
+        finally:
+            slot.owner = None
 
 
 def _prepare(slot: _Slot, model: PreTrainedModel, config: EngineConfig, size: _Size) -> None:
@@ -117,3 +135,17 @@ def _rounded_length(model: PreTrainedModel, max_length: int) -> int:
 
 
 ENGINES = EngineRegistry()
+
+
+def release(model: PreTrainedModel) -> None:
+    """Free what `generate(cache_implementation="paged")` keeps for the next call on `model`: pages, captured steps.
+
+    A call that runs in another thread ends first. The next call makes all of it again.
+
+    Raises:
+        ValueError: not a model.
+        RuntimeError: called from inside a paged call on the model.
+    """
+    if not isinstance(model, PreTrainedModel):
+        refuse("model", model, "a Transformers model")
+    ENGINES.release(model)

@@ -22,7 +22,7 @@ class SamplingParams:
     n: int = 1  # sequences per prompt
     temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0  # in (0, 1]
-    top_k: int = 0  # 0 = off
+    top_k: int = 0  # 0 = off, and so is -1
     min_p: float = 0.0  # in [0, 1]
     repetition_penalty: float = 1.0  # > 0
     presence_penalty: float = 0.0  # in [-2, 2]
@@ -65,7 +65,8 @@ class SamplingParams:
         check_float("top_p", self.top_p, minimum=0.0, maximum=1.0)
         if self.top_p == 0:
             refuse("top_p", self.top_p, "a number above 0, at most 1")
-        check_int("top_k", self.top_k, minimum=0, maximum=2**31 - 1)
+        check_int("top_k", self.top_k, minimum=-1, maximum=2**31 - 1)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
         check_float("min_p", self.min_p, minimum=0.0, maximum=1.0)
         check_float("repetition_penalty", self.repetition_penalty, minimum=0.0)
         if self.repetition_penalty == 0:

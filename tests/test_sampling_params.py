@@ -21,7 +21,7 @@ from hf_paged.sampling_params import SamplingParams
         ("temperature", "1"),
         ("top_p", 0),
         ("top_p", 1.01),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", 1.0),
         ("top_k", 2**63),  # the sampler holds it in 64 bits: it would fail everybody in the step
         ("min_p", 1.5),
@@ -77,3 +77,7 @@ def test_changing_the_callers_logit_bias_later_changes_no_request() -> None:
     params = SamplingParams(logit_bias=bias)
     bias[1] = -100.0
     assert params.logit_bias == {1: 2.0}
+
+
+def test_minus_one_keeps_all_tokens_as_in_vllm() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from model_zoo import VOCAB, left_padded, prompts, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import hf_paged
 from hf_paged import PagedCache
 from hf_paged.engine_registry import ENGINES
 
@@ -250,3 +253,31 @@ def test_prompts_in_chunks_of_the_callers_are_run_in_them(model: PreTrainedModel
     finally:
         hook.remove()
     assert [count for count in columns if count > 1] == [4, 4]
+
+
+def test_release_frees_the_pages_of_a_model_and_its_next_call_makes_others(model: PreTrainedModel) -> None:
+    """Half of a GPU's memory stayed with the model until it was deleted, or everything was unregistered."""
+    dense = call(model, ONE)
+    for options in ({}, {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]}):
+        call(model, ONE, **options, **PAGED)
+        engine = ENGINES.engine_of(model)
+        assert engine is not None
+        pages = weakref.ref(engine.kv_cache)
+        del engine
+        hf_paged.release(model)
+        gc.collect()
+        assert pages() is None and ENGINES.engine_of(model) is None
+        assert torch.equal(call(model, ONE, **PAGED), dense)
+    hf_paged.release(model)
+    hf_paged.release(model)  # there is nothing any more
+    with pytest.raises(ValueError, match="a Transformers model"):
+        hf_paged.release("model")  # type: ignore[arg-type]
+
+
+def test_release_from_inside_a_call_is_refused(model: PreTrainedModel) -> None:
+    def releasing(ids: Tensor, scores: Tensor) -> Tensor:
+        hf_paged.release(model)
+        return scores
+
+    with pytest.raises(RuntimeError, match="from inside its own"):
+        call(model, ONE, logits_processor=[releasing], **PAGED)
