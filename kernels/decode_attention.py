@@ -23,7 +23,7 @@ from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.tiles import LOG2_E
 
 # So many KV heads of sequences are joined by a program each, with all heads that share one; fewer by more programs.
-_MANY_HEADS = 64
+_MANY_HEADS = 128
 
 
 @on_device

@@ -37,6 +37,7 @@ def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int
     """Tile and programs from what a captured graph fixes: what the GPU holds at once, or as many as there is work."""
     k, v = layer.k.tensor, layer.v.tensor
     kv_heads, sms = k.shape[1], _num_sms(query.device)
+    heads = num_seqs * kv_heads
     overlap = query.is_cuda and cuda_capability(query.device)[0] >= 9
     tile = min(layer.block_size, 64 if k.shape[3] * k.element_size() <= 256 else 32)
     num_warps = 2 if tile <= 32 else 4
@@ -53,7 +54,8 @@ def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int
     if config.in_registers:  # 32 tokens at least: one sequence of 600 takes 8.0 us, with 64 of them 9.5
         waits = overlap and num_seqs * max_seq_len <= _FEW_TOKENS
         config = replace(config, least=max(1, 32 // config.tile), waits=waits)
-    heads = num_seqs * kv_heads
+        if waits and heads * -(-max_seq_len // 16) <= 2 * per_sm * sms:  # one tile each, or a few have two
+            config = replace(config, tile=min(config.tile, 16), least=1)
     programs = max(1, min(per_sm * sms, -(-heads * -(-max_seq_len // config.tile) // config.least)))
     # More heads than programs: as many as take some whole ones each. int8, 256 x 1,024 tokens, 8 KV heads: 1,024 of
     # 1,584 programs, the others idle, take 153 us, 1,024 of 1,056 take 141.

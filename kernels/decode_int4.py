@@ -81,8 +81,9 @@ def attend_int4(
     block = block_of(table_ptr, begin, TILE, BLOCK_SIZE)
     next_block = block_of(table_ptr, gl.minimum(begin + 1, last), TILE, BLOCK_SIZE)
     row = begin * TILE % BLOCK_SIZE
-    k, k_scale = _load(k_pages, block, row, K_TYPE, K_DIM, TILE, KL, H)
-    v, v_scale = _load(v_pages, block, row, V_TYPE, V_DIM, TILE, VL, H)
+    EVICT: gl.constexpr = "evict_first" if N == 8 else ""  # 4: 180 -> 157 us without (32 heads on 8, 64 x 8,192)
+    k, k_scale = _load(k_pages, block, row, K_TYPE, K_DIM, TILE, KL, H, EVICT)
+    v, v_scale = _load(v_pages, block, row, V_TYPE, V_DIM, TILE, VL, H, EVICT)
     q = _queries(q_row, q_stride_h, scale, K_TYPE, K_DIM, GROUP, N, MMA, gl.SliceLayout(0, H))
     factor = q[5]
     if SOFTCAP:
@@ -95,7 +96,7 @@ def attend_int4(
         block = next_block
         next_block = block_of(table_ptr, gl.minimum(tile + 2, last), TILE, BLOCK_SIZE)
         row = gl.minimum(tile + 1, last) * TILE % BLOCK_SIZE  # the last tile is loaded again: no load has a mask
-        k, k_scale = _load(k_pages, block, row, K_TYPE, K_DIM, TILE, KL, H)
+        k, k_scale = _load(k_pages, block, row, K_TYPE, K_DIM, TILE, KL, H, EVICT)
         if SOFTCAP:
             scores = capped(scores * q[5][None, :], softcap)
         scales = _value_scales(v_scale, V_TYPE, TILE, V_DIM, H)
@@ -106,7 +107,7 @@ def attend_int4(
         top, v_unit, sums = _raised(top, gl.max(scores, 0) * factor, v_unit, scales, sums, MMA)
         probs = gl.exp2(scores * factor[None, :] - top[None, :])  # one multiply-add
         sums = _add_values(v, probs, scales, 1.0 / v_unit, sums, V_TYPE, TILE, V_DIM, MMA)
-        v, v_scale = _load(v_pages, block, row, V_TYPE, V_DIM, TILE, VL, H)
+        v, v_scale = _load(v_pages, block, row, V_TYPE, V_DIM, TILE, VL, H, EVICT)
     _store(sums, top, v_unit, results, V_TYPE, V_DIM, GROUP, SINKS, OFFSET)
 
 
@@ -217,18 +218,18 @@ def _store(
 @gluon.jit
 def _load(
     pages, block, row,
-    TYPE: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, L: gl.constexpr, H: gl.constexpr,
+    TYPE: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, L: gl.constexpr, H: gl.constexpr, EVICT: gl.constexpr,
 ):  # fmt: skip
     """TILE rows of a block from `row` on, in layout L, and their scales: `[TILE, groups]` pairs or `[TILE]` fp16."""
     ptr, scale_ptr, stride, scale_stride = pages
     if gl.uint8 == TYPE:
         GROUPS: gl.constexpr = DIM // 64
         S: gl.constexpr = int4_scale_layout(TILE, GROUPS)
-        words = gl.load(row_words(ptr, block, row, stride, TILE, DIM // 8, L), eviction_policy="evict_first")
+        words = gl.load(row_words(ptr, block, row, stride, TILE, DIM // 8, L), eviction_policy=EVICT)
         scales = gl.load(row_words(scale_ptr, block, row, scale_stride, TILE, GROUPS, S))
     else:
         n = gl.arange(0, TILE, layout=gl.SliceLayout(1, H))
-        words = gl.load(row_words(ptr, block, row, stride, TILE, DIM // 4, L), eviction_policy="evict_first")
+        words = gl.load(row_words(ptr, block, row, stride, TILE, DIM // 4, L), eviction_policy=EVICT)
         scales = gl.load(scale_ptr + (block.to(gl.int64) * scale_stride + row) + n)
     return words, scales
 

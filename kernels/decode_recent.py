@@ -20,8 +20,8 @@ from hf_paged.kernels.decode_shares import value_offset
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 from hf_paged.kernels.on_device import on_device
 
-_WARPS = 4
-_ELEMENTS = 128  # of a product of queries with keys, that a thread holds
+_WARPS = 2
+_ELEMENTS = 4096  # of keys taken at once
 
 
 @triton.jit(do_not_specialize=["num_seqs", "held"])
@@ -44,7 +44,9 @@ def join_recent_kernel(
     num_seqs, held,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,  # of a program: GROUP or 1
-    H_BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
+    H_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # H_BLOCK, but as many as a matrix product has
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a program
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,  # taken at once
@@ -70,25 +72,30 @@ def join_recent_kernel(
     )
     if OVERLAP:
         gdc_wait()
-    acc, total, top = _own_block(
-        q_row, q_stride_h, k_ptr + slot * k_stride + kv_head * BLOCK_SIZE * K_DIM,
-        v_ptr + slot * v_stride + kv_head * BLOCK_SIZE * V_DIM, count, scale, softcap, h, d,
-        HEADS, K_DIM, V_DIM, K_BLOCK, KEYS, SOFTCAP,
-    )  # fmt: skip
-    row = seq * heads + first_head + h
-    at = row[:, None] * V_DIM + d[None, :]
+    row = tl.arange(0, ROWS)
+    dk = tl.arange(0, K_BLOCK)
+    q_mask = (row < HEADS)[:, None] & (dk < K_DIM)[None, :]
+    q = tl.load(q_row + row[:, None] * q_stride_h + dk[None, :], mask=q_mask, other=0.0).to(k_ptr.dtype.element_ty)
+    k_ptr += slot * k_stride + kv_head * BLOCK_SIZE * K_DIM
+    v_ptr += slot * v_stride + kv_head * BLOCK_SIZE * V_DIM
+    k, v = _load_keys(k_ptr, v_ptr, 0, count, dk, d, K_DIM, V_DIM, KEYS)  # on their way while parts are joined
+    out_row = seq * heads + first_head + h
+    at = out_row[:, None] * V_DIM + d[None, :]
     mask = (h < HEADS)[:, None] & (d < V_DIM)[None, :]
     coded = tl.zeros([H_BLOCK, COLUMNS], tl.float32)
     lse = tl.full([H_BLOCK], float("-inf"), tl.float32)
     if tiles > 0:
         if first == last:
             coded = tl.load(whole_ptr + at, mask=mask, other=0.0)
-            lse = tl.load(whole_lse_ptr + row, mask=h < HEADS, other=float("-inf"))
+            lse = tl.load(whole_lse_ptr + out_row, mask=h < HEADS, other=float("-inf"))
         else:
             coded, lse = joined(
                 partial_ptr, lse_ptr, first, last, first_head % GROUP, lse, tl.zeros([H_BLOCK], tl.float32), d,
                 GROUP, HEADS, V_DIM, STEP,
             )  # fmt: skip
+    acc, total, top = _own_block(
+        q, k, v, k_ptr, v_ptr, count, scale, softcap, dk, d, HEADS, H_BLOCK, K_DIM, V_DIM, KEYS, SOFTCAP
+    )
     new_top = tl.maximum(top, lse)
     if SINKS:
         sink_at = seq * heads * (SINKS - 1) + first_head + h
@@ -107,33 +114,52 @@ def join_recent_kernel(
 
 @triton.jit
 def _own_block(
-    q_row, q_stride_h, k_ptr, v_ptr, count, scale, softcap, h, d,
-    HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    q, k, v, k_ptr, v_ptr, count, scale, softcap, dk, d,
+    HEADS: tl.constexpr, H_BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, KEYS: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Columns `d` of weighted values, denominator and maximum of the softmax over the first `count` keys of a block."""
-    dk = tl.arange(0, K_BLOCK)
-    q_mask = (h < HEADS)[:, None] & (dk < K_DIM)[None, :]
-    q = tl.load(q_row + h[:, None] * q_stride_h + dk[None, :], mask=q_mask, other=0.0).to(tl.float32)
-    acc = tl.zeros([h.shape[0], d.shape[0]], tl.float32)
-    total = tl.zeros([h.shape[0]], tl.float32)
-    top = tl.full([h.shape[0]], float("-inf"), tl.float32)
+    """Columns `d` of weighted values, denominator and maximum of the softmax over the first `count` keys of a block,
+    of which the first KEYS are `k` and `v` already. `q` `[ROWS, K_BLOCK]`."""
+    ROWS: tl.constexpr = q.shape[0]
+    acc = tl.zeros([ROWS, d.shape[0]], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
     for begin in range(0, count, KEYS):
-        n = begin + tl.arange(0, KEYS)
-        live = n < count
-        k = tl.load(k_ptr + n[:, None] * K_DIM + dk[None, :], mask=live[:, None] & (dk < K_DIM)[None, :], other=0.0)
-        v = tl.load(v_ptr + n[:, None] * V_DIM + d[None, :], mask=live[:, None] & (d < V_DIM)[None, :], other=0.0)
-        scores = tl.sum(q[:, None, :] * k.to(tl.float32)[None, :, :], 2) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
             scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-        scores = tl.where(live[None, :], scores, float("-inf"))
+        scores = tl.where((begin + tl.arange(0, KEYS) < count)[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         probs = tl.exp2(scores - new_top[:, None])
         decay = tl.exp2(top - new_top)
-        acc = acc * decay[:, None] + tl.sum(probs[:, :, None] * v.to(tl.float32)[None, :, :], 1)
+        acc = acc * decay[:, None] + tl.dot(probs.to(v.dtype), v, input_precision="ieee")
         total = total * decay + tl.sum(probs, 1)
         top = new_top
-    return acc, total, top
+        k, v = _load_keys(k_ptr, v_ptr, begin + KEYS, count, dk, d, K_DIM, V_DIM, KEYS)
+    top = tl.where(count > 0, top, 0.0)  # the rows of heads that are not are no numbers to sum
+    acc, total, top = _heads(acc, HEADS, H_BLOCK), _heads(total, HEADS, H_BLOCK), _heads(top, HEADS, H_BLOCK)
+    return acc, total, tl.where(count > 0, top, float("-inf"))
+
+
+@triton.jit
+def _load_keys(k_ptr, v_ptr, begin, count, dk, d, K_DIM: tl.constexpr, V_DIM: tl.constexpr, KEYS: tl.constexpr):
+    n = begin + tl.arange(0, KEYS)
+    live = (n < count)[:, None]
+    k = tl.load(k_ptr + n[:, None] * K_DIM + dk[None, :], mask=live & (dk < K_DIM)[None, :], other=0.0)
+    v = tl.load(v_ptr + n[:, None] * V_DIM + d[None, :], mask=live & (d < V_DIM)[None, :], other=0.0)
+    return k, v
+
+
+@triton.jit
+def _heads(x, HEADS: tl.constexpr, H_BLOCK: tl.constexpr):
+    """The first H_BLOCK rows of `x`, of which HEADS mean something; a matrix product has 16 rows at least."""
+    PAD: tl.constexpr = x.shape[0] // H_BLOCK
+    live = tl.arange(0, x.shape[0]) < HEADS
+    if len(x.shape) == 2:
+        x = tl.reshape(tl.where(live[:, None], x, 0.0), [PAD, H_BLOCK, x.shape[1]])
+    else:
+        x = tl.reshape(tl.where(live, x, 0.0), [PAD, H_BLOCK])
+    return tl.sum(x, 0)
 
 
 @on_device
@@ -162,9 +188,8 @@ def decode_recent(
         query, layer, before, whole, scale=scale, window=None, softcap=softcap, sinks=None, lse=whole_lse
     )
     grid, shape = join_launch(shares, num_seqs, layer.k.tensor.shape[1])
+    shape["num_warps"] = max(shape["num_warps"], _WARPS)
     k, v, k_block = recent.k.tensor, recent.v.tensor, triton.next_power_of_2(recent.k.head_dim)
-    widest = shape["H_BLOCK"] * max(k_block, shape["COLUMNS"])
-    shape["num_warps"] = _WARPS
     join_recent_kernel[grid](
         out, whole, whole_lse, shares.partial, shares.lse, query, k, v, current.slots, current.starts, meta.seq_lens,
         query if sinks is None else sinks,
@@ -177,8 +202,9 @@ def decode_recent(
         shares.config.programs,
         K_DIM=recent.k.head_dim,
         K_BLOCK=k_block,
+        ROWS=max(shape["H_BLOCK"], 16),
         BLOCK_SIZE=recent.block_size,
-        KEYS=min(recent.block_size, max(32 * _WARPS * _ELEMENTS // widest, 1)),
+        KEYS=min(recent.block_size, max(_ELEMENTS // max(k_block, shape["COLUMNS"]), 16)),
         SOFTCAP=softcap is not None,
         SINKS=0 if sinks is None else sinks.dim(),
         OFFSET=offset is not None,

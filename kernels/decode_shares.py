@@ -62,7 +62,8 @@ def survey(
     each = tl.cdiv(heads, programs)
     alike = (living > 0) & (last == living) & ((longest - shortest) * 16 <= longest)
     alike = alike & (heads * parts * 8 >= programs * each * 7)
-    parts = tl.cdiv(longest, tl.cdiv(longest, parts))  # the fewest whose longest has as many tiles: fewer to join
+    most = tl.cdiv(longest, parts)  # tiles of a part; of short ones as few as have no more: fewer to join
+    parts = tl.where(most <= 4, tl.cdiv(longest, most), parts)
     programs = tl.where(alike, tl.cdiv(heads * parts, each), programs)
     return total, living, tl.where(alike, parts, 0), tl.where(alike, each, 1), programs
 
