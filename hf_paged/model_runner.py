@@ -137,6 +137,8 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.device = model.device
         self._leaves_tokens_out = leaves_tokens_out(model.view)
+        if self.device.type == "cpu":
+            has_kernels(model.specs[0].dtype)  # compiled the first time that it is asked: no request waits for it
         self.builder = InputBuilder(
             config, num_groups=len(kv_cache.groups), max_model_len=max_model_len, device=self.device
         )

@@ -105,6 +105,14 @@ def test_hooks_are_called_in_every_step() -> None:
     assert len(calls) == GREEDY.max_tokens
 
 
+def test_kernels_are_there_before_a_request_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compile them takes ten seconds once, several times that on a busy machine."""
+    asked: list[torch.dtype] = []
+    monkeypatch.setattr("hf_paged.model_runner.has_kernels", lambda dtype: asked.append(dtype) or False)
+    llm(tiny_llama().bfloat16(), fuse=False, cuda_graphs=False)
+    assert asked == [torch.bfloat16]
+
+
 @pytest.mark.parametrize(("rows", "padded"), [(1, 1), (2, 4), (9, 16), (16, 16), (17, 32), (80, 80), (81, None)])
 def test_rows_are_padded_on_a_cpu_where_that_is_free(rows: int, padded: int | None) -> None:
     requests = [Request(f"{i}", [1, 2, 3], GREEDY) for i in range(rows)]
