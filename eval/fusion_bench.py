@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_paged.eval.kernels_bench import FORMATS, graph_time, random_pages, read_bandwidth
+from hf_paged.eval.kernels_bench import FORMATS, bytes_per_token, graph_time, random_pages, read_bandwidth
 from hf_paged.kernels.gated_activation import gated_activation
 from hf_paged.kernels.layout import LayerKV
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
@@ -90,8 +90,7 @@ def rope_call(shape: Shape, tokens: int, kv: str) -> tuple[Callable[[], object],
     cos, sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
     layer, rope = LayerKV(k=pages[0], v=pages[1]), Rope(rotary_dim=dim)
     call = partial(rope_write, query, key, value, cos, sin, layer, slots, rope=rope)
-    code_bytes = FORMATS[kv].itemsize
-    stored = 2 * shape.kv_heads * (dim * code_bytes + (2 if code_bytes == 1 else 0))
+    stored = sum(map(bytes_per_token, pages))
     return call, tokens * (2 * (sum(sizes) + sizes[0]) + stored + 4 * dim + 8)
 
 

@@ -190,7 +190,8 @@ class KernelBench:
         """Rows of the decode kernel, as they are measured."""
         for shape, head_dim, (batch, context), name in self.combinations(DECODE_CASES):
             heads, kv_heads = SHAPES[shape]
-            if 2 * batch * context * kv_heads * head_dim * FORMATS[name].itemsize > MOST_BYTES:
+            token = bytes_per_token(random_pages(1, kv_heads, self.block_size, head_dim, FORMATS[name]))
+            if 2 * batch * context * token > MOST_BYTES:
                 continue
             query, layer, metas, traffic = build(
                 batch, context, 1, heads, kv_heads, head_dim, FORMATS[name], self.block_size

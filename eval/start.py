@@ -35,9 +35,15 @@ class StartResult:
 
 @contextmanager
 def empty_kernel_cache() -> Iterator[None]:
-    """Triton's cache folder, where NVRTC's kernels lie too, is a new one; what this process has loaded stays loaded."""
-    import triton  # exists on Linux only
+    """Triton's cache folder, where NVRTC's kernels lie too, is a new one; what this process has loaded stays loaded.
 
+    Raises:
+        ValueError: Triton, which exists on Linux only, is not installed.
+    """
+    try:
+        import triton
+    except ModuleNotFoundError as error:
+        raise ValueError("a cold start empties the cache of Triton's kernels, and Triton is not installed") from error
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
         yield

@@ -25,6 +25,7 @@ from hf_paged.kv_cache import group_layers
 from hf_paged.llm import LLM
 from hf_paged.model_view import build_view
 from hf_paged.packed_model import PackedModel
+from hf_paged.quant.experts import PackedStack
 from hf_paged.quant.linear import PackedLinear
 from hf_paged.sampling_params import SamplingParams
 
@@ -149,11 +150,14 @@ def weight_sizes(model: PreTrainedModel) -> dict[str, int]:
     skipped = embedding if output is None or output.weight is not embedding else None
     weights = [weight for weight in model.parameters() if weight is not skipped]  # tied ones once
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    words = {id(parameter) for linear in packed for parameter in linear.parameters()}
+    stacks = [module for module in model.modules() if isinstance(module, PackedStack)]
+    words = {id(parameter) for module in (*packed, *stacks) for parameter in module.parameters()}
     plain = sum(weight.numel() for weight in weights if weight.dim() > 1 and id(weight) not in words)
     return {
         "head_parameters": 0 if output is None else output.in_features * output.out_features,
-        "linear_parameters": plain + sum(linear.in_features * linear.out_features for linear in packed),
+        "linear_parameters": plain
+        + sum(linear.in_features * linear.out_features for linear in packed)
+        + sum(stack.experts * stack.layout.in_features * stack.layout.out_features for stack in stacks),
         "weight_bytes": sum(weight.numel() * weight.element_size() for weight in weights),
     }
 

@@ -219,6 +219,7 @@ class CachePages:
         leaders = rows - rows % self._copies_per_prompt if shared else rows
         stored = np.where(rows == leaders, counts, 0)
         self.store.ensure_free(self.tables.blocks_needed(stored))
+        self._unread = 0  # until all of it is done: a copy that finds no memory leaves rows that nobody may read
         copies = self.tables.append(stored)
         if copies:
             self.store.copy_blocks(copies)
@@ -226,6 +227,7 @@ class CachePages:
         self._step = _Step(self.tables, counts, stored, q_len, paged=self._announced)
         self.columns += q_len
         self._announced = False
+        self._unread = None
 
     def _read(self, layer: LayerKV, like: Tensor, side: Literal["k", "v"]) -> Tensor:
         """All columns of one layer's K or V, in the dtype of `like`."""

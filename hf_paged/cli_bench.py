@@ -4,7 +4,6 @@ line.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -311,6 +310,7 @@ def start(
     if cold and len(formats) > 1:
         raise typer.BadParameter(f"--cold with {len(formats)} formats: the first leaves compiled kernels; allowed: one")
     options = cli.engine_options(dict(locals()) | {"kv_cache_dtype": None})
+    from hf_paged.eval.machine import measure_machine
     from hf_paged.eval.start import empty_kernel_cache, measure_start
 
     loaded = load_model(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
@@ -324,9 +324,8 @@ def start(
             times = (f"{result.engine:.2f}", f"{result.first_token:.2f}", f"{result.kv_tokens:,}")
             table.add_row(result.system, result.kv_cache, *times)
             results.append(result)
-    cli.OUT.print(table)
-    facts = {"model": model, "dtype": str(loaded.dtype), "weight_bits": weight_bits}
-    print(json.dumps(facts | {"results": [result.as_dict() for result in results]}))
+    machine = measure_machine(loaded.device, loaded.dtype)
+    report(table, machine, [], results, model=model, dtype=str(loaded.dtype), weight_bits=weight_bits)
 
 
 bench.command()(cli.plain_errors(memory))

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_paged.kernels.cuda_kernel import CudaKernel, TensorMap, nvrtc
+from hf_paged.kernels.cuda_kernel import CudaKernel, TensorMap
 from hf_paged.kernels.gather_channels import gather_channels
 from hf_paged.kernels.on_device import cuda_capability
 from hf_paged.kernels.packed_weight import PackedWeight
@@ -345,11 +345,12 @@ def w4a16_hopper(
 
 @cache
 def _is_usable(device: int) -> bool:
-    """A Hopper GPU, and the compiler."""
+    """A Hopper GPU, and a compiler that makes one of the kernels."""
     if cuda_capability(device) != (9, 0):
         return False
     try:
-        nvrtc()
+        with torch.cuda.device(device):
+            _kernel(Variant(tiles=SHAPES[0].tiles, half=False), device)
     except RuntimeError as error:
         logger.warning("4-bit weights run through the portable kernel, up to three times slower: %s", error)
         return False

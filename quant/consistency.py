@@ -1,6 +1,6 @@
 """What the tensors of a file say about each other: one that differs from all its kind is damaged.
 
-Labels lie, and then all modules of a file contradict theirs alike. Where others keep what the label promises and one
+Labels lie, and then most modules of a file contradict theirs alike. Where most keep what the label promises and one
 does not, that one was cut or lost a tensor. And a file's scales share a dtype: bytes of bfloat16 that are read as
 float16, or the other way round, are numbers of another size.
 """
@@ -41,13 +41,14 @@ class Promises:
 
     def problems(self) -> dict[str, str]:
         """One for each module, by its name."""
+        alike = Counter((promised, found) for _, promised, found in self._broken)
         return {
             tensor.rpartition(".")[
                 0
             ]: f"tensor {tensor}: expected {promised}, which {self._kept[promised]} others have, found {found}: "
             "the file is damaged, or its config lacks a rule for this module"
             for tensor, promised, found in reversed(self._broken)  # the first that was noted stays
-            if self._kept[promised]
+            if self._kept[promised] > alike[promised, found]  # else it is the label that is wrong
         }
 
 

@@ -28,6 +28,22 @@ PROJECTIONS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))  # gat
 _MAX_EXPERT_ROWS = 256  # token-expert pairs up to which one launch per row beats expert by expert
 
 
+def is_fused_experts(module: nn.Module | None) -> bool:
+    """Transformers' fused experts: 3-D `gate_up_proj` and `down_proj`, a gate function and its activation."""
+    if module is None:
+        return False
+    fused = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    three = all(isinstance(value, Tensor) and value.dim() == 3 for value in fused)
+    return three and hasattr(module, "act_fn") and hasattr(type(module), "_apply_gate")
+
+
+def copy_settings(fused: nn.Module, module: nn.Module) -> None:
+    """Give `module` what a family's own gate function reads of itself: limit, alpha, ..."""
+    for name, value in vars(fused).items():
+        if not name.startswith("_") and isinstance(value, int | float | str) and not hasattr(module, name):
+            setattr(module, name, value)
+
+
 class PackedStack(FixedDtypes):
     """One projection of all experts, packed. All experts share layout and shape; each has its own channel order."""
 
@@ -132,9 +148,7 @@ class PackedExperts(nn.Module):
         self.act_fn = original.act_fn
         gate: Callable[[nn.Module, Tensor], Tensor] = vars(type(original))["_apply_gate"]
         self.apply_gate = gate
-        for name, value in vars(original).items():  # what a family's own gate reads: limit, alpha, ...
-            if not name.startswith("_") and isinstance(value, (int, float, str)) and not hasattr(self, name):
-                setattr(self, name, value)
+        copy_settings(original, self)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         shape = hidden_states.shape

@@ -112,9 +112,9 @@ class PartialOutput:
 
     def finish(self, config: Mapping[str, Any], source: str, extra: Mapping[str, str]) -> None:
         """Add what belongs to a model besides weights (`extra`: file name -> text), and rename it to OUT."""
-        for path, name in _beside_weights(source):
-            (self._whole / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, self._whole / name)
+        for path, place in _beside_weights(source):
+            (self._whole / place).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, self._whole / place)
         for name, text in extra.items():
             _write_text(self._whole / name, text)
         _write_text(self._whole / "config.json", json.dumps(config, indent=2))

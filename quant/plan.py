@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.pytorch_utils import Conv1D
 
 from hf_paged.quant.config import CheckpointConfig
 from hf_paged.quant.consistency import Promises, grain, misread, promised_grain
-from hf_paged.quant.experts import PROJECTIONS
+from hf_paged.quant.experts import PROJECTIONS, is_fused_experts
 from hf_paged.quant.fp8 import FP8_SUFFIXES, Fp8Layout, identify_fp8
 from hf_paged.quant.header import Header
 from hf_paged.quant.kv_scales import is_kv_scale
+from hf_paged.quant.layer_linears import linear_shape
 from hf_paged.quant.layout import FLOATS, PACKED_SUFFIXES, REMEDY, Layout, TensorSpec, identify
 from hf_paged.quant.zero_points import common_offset
 
@@ -90,7 +90,7 @@ class Planner:
         experts: dict[str, dict[str, dict[int, Mapping[str, TensorSpec]]]] = defaultdict(lambda: defaultdict(dict))
         for name, found in quantized.items():
             match = re.fullmatch(r"(.+)\.(\d+)\.(\w+)", name)
-            if match and _is_experts(self.modules.get(match[1])) and match[3] in sum(PROJECTIONS, ()):
+            if match and is_fused_experts(self.modules.get(match[1])) and match[3] in sum(PROJECTIONS, ()):
                 experts[match[1]][match[3]][int(match[2])] = found
             else:
                 self._attempt(name, self._plan_linear, found)
@@ -190,11 +190,12 @@ class Planner:
                 f"tensor {name}.{suffix} ({spec}): expected a linear layer, found {type(module).__name__}; "
                 "quantized embeddings and convolutions are not read"
             )
+        n, k = shape
         bias = found.pop("bias", None)
-        layout = self._layout(name, found, *shape)
-        keep = bias is not None and self._keeps_bias(name, bias, module, shape[1])
+        layout = self._layout(name, found, k, n)
+        keep = bias is not None and self._keeps_bias(name, bias, module, n)
         if bias is None and getattr(module, "bias", None) is not None:
-            raise ValueError(f"tensor {name}.bias is missing: expected [{shape[1]}]")
+            raise ValueError(f"tensor {name}.bias is missing: expected [{n}]")
         self.plan.linears[name] = LinearPlan(layout=layout, bias=keep)
 
     def _belongs_to_a_head(self, name: str, found: Mapping[str, TensorSpec]) -> bool:
@@ -205,7 +206,7 @@ class Planner:
 
     def _plan_activation(self, name: str, spec: TensorSpec) -> None:
         siblings = self.modules[name.rpartition(".")[0]].children()
-        widths = {shape[0] for shape in map(_linear_shape, siblings) if shape is not None}
+        widths = {shape[1] for shape in map(_linear_shape, siblings) if shape is not None}
         if spec.dtype not in FLOATS or spec.shape not in {(width,) for width in widths}:
             raise ValueError(
                 f"tensor {name}.scales: expected {' or '.join(FLOATS)}, one for each input of the linear behind the "
@@ -361,22 +362,10 @@ def refuse_problems(verb: str, problems: Sequence[str]) -> None:
 
 
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
-    """(in_features, out_features) of the modules that a packed linear can replace; a router may only look like one."""
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return module.in_features, module.out_features
-    if isinstance(module, Conv1D):
-        return module.nx, module.nf
-    return None
+    """`linear_shape` of the modules that a packed linear can replace; a router may only look like one."""
+    own_forward = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    return None if own_forward else linear_shape(module)
 
 
 def _tensors(layout: Layout | Fp8Layout) -> str:
     return ", ".join(f"{suffix} {spec}" for suffix, spec in layout.tensors.items())
-
-
-def _is_experts(module: nn.Module | None) -> bool:
-    """Transformers' fused experts: 3-D `gate_up_proj` and `down_proj`, a gate function and its activation."""
-    if module is None:
-        return False
-    fused = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    three = all(isinstance(value, Tensor) and value.dim() == 3 for value in fused)
-    return three and hasattr(module, "act_fn") and hasattr(type(module), "_apply_gate")

@@ -24,8 +24,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from hf_paged.quant.experts import PROJECTIONS
 from hf_paged.quant.header import read_header
-from hf_paged.quant.unfused_experts import PROJECTIONS, UnfusedExperts, can_unfuse
+from hf_paged.quant.unfused_experts import UnfusedExperts, can_unfuse
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

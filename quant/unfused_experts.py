@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_paged.quant.experts import PROJECTIONS
-
-__all__ = ["PROJECTIONS", "UnfusedExperts", "can_unfuse"]
+from hf_paged.quant.experts import copy_settings, is_fused_experts
 
 
 class UnfusedExperts(nn.Module):
@@ -25,9 +23,7 @@ class UnfusedExperts(nn.Module):
         self.names, self.num_experts, self.act_fn = names, int(fused.num_experts), fused.act_fn
         gate: Callable[[nn.Module, Tensor], Tensor] = type(fused)._apply_gate
         self._apply_gate = gate
-        for name, value in vars(fused).items():  # what a family's own gate reads: limit, alpha, ...
-            if not name.startswith("_") and isinstance(value, int | float | str) and not hasattr(self, name):
-                setattr(self, name, value)
+        copy_settings(fused, self)
         _, two_inner, hidden = fused.gate_up_proj.shape
         shapes = ((hidden, two_inner // 2), (hidden, two_inner // 2), (two_inner // 2, hidden))
         for expert in range(self.num_experts):
@@ -58,8 +54,5 @@ class UnfusedExperts(nn.Module):
 
 def can_unfuse(module: nn.Module | None) -> bool:
     """Fused experts of the common form: `[experts, 2 * inner, hidden]` and `[experts, hidden, inner]`, no biases."""
-    if module is None or getattr(module, "is_transposed", False) or getattr(module, "has_bias", False):
-        return False
-    fused = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    three = all(isinstance(value, Tensor) and value.dim() == 3 for value in fused)
-    return three and hasattr(module, "act_fn") and hasattr(type(module), "_apply_gate")
+    other = getattr(module, "is_transposed", False) or getattr(module, "has_bias", False)
+    return is_fused_experts(module) and not other

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -65,31 +64,38 @@ def stored_zero_offset(stored: Tensor, codes: Tensor, group: Tensor, layout: Lay
         evidence.add(stored[:, :_CHANNELS], codes[:_CHANNELS], group, layout.bits)
         near, _, decisive = evidence.offset
         offset = near if decisive else layout.zero_offset
-    if offset != layout.zero_offset:
-        _report_label(layout.zero_offset, offset)
     return offset
 
 
 def common_offset(header: Header, layouts: Mapping[str, Layout]) -> int | None:
     """What the layers of a file say together; `layouts` by the name of their module in the file. None: nothing clear,
-    which is a warning where the label is the less likely reading.
+    which is a warning where the label is the less likely reading. So is a label that is not followed.
     """
     stored = {name: layout for name, layout in layouts.items() if "qzeros" in layout.tensors}
     bits = min((layout.bits for layout in stored.values()), default=0)  # the largest steps are the clearest
     asked = [name for name, layout in stored.items() if layout.bits == bits]
     evidence, labels = Evidence(), []
+    lies: list[tuple[int, int]] = []  # labels, and constants that say otherwise
     with torch.device("cpu"):  # models are planned on the meta device
         for name in asked[:: -(-len(asked) // _LAYERS) or 1]:
             layout = layouts[name]
             n = min(layout.out_features, _CHANNELS)
             words = header.load(f"{name}.qzeros", columns=packing.words_for(n, bits))
             zeros = packing.unpack_words(words, bits, n)
-            if _constant_offset(zeros, bits) is None:
+            constant = _constant_offset(zeros, bits)
+            if constant is None:
                 evidence.add(zeros, *_codes_and_groups(header, name, layout, n), bits)
                 labels.append(layout.zero_offset)
-    if not labels:
-        return None
-    (near, likely, decisive), label = evidence.offset, labels[0]
+            elif constant != layout.zero_offset:
+                lies.append((layout.zero_offset, constant))
+    near, likely, decisive = evidence.offset if labels else (0, False, False)
+    label = labels[0] if labels else 0
+    if decisive and near != label:
+        lies.append((label, near))
+    if lies:
+        logger.warning(
+            "the label says GPTQ %s zero points, the data holds %s; the data is followed", *map(_version, lies[-1])
+        )
     if likely and not decisive and near != label:
         logger.warning(
             "the label says GPTQ %s zero points, which is followed, but the data looks more like %s: if answers are "
@@ -115,14 +121,6 @@ def _constant_offset(stored: Tensor, bits: int) -> int | None:
     middle = 2 ** (bits - 1)
     low, high = int(stored.min()), int(stored.max())
     return middle - low if low == high and low in (middle - 1, middle) else None
-
-
-@cache
-def _report_label(label: int, found: int) -> None:
-    """Once per process: a lying label concerns every layer of a file."""
-    logger.warning(
-        "the label says GPTQ %s zero points, the data holds %s; the data is followed", *map(_version, (label, found))
-    )
 
 
 def _version(offset: int) -> str:

@@ -304,8 +304,14 @@ def test_the_file_of_another_model_and_no_file_are_refused(tmp_path: Path) -> No
 def test_a_file_serves_its_model_in_another_dtype(tmp_path: Path) -> None:
     """What a model is known by must survive rounding: calibrated in fp32, served in bf16."""
     file = tmp_path / "kv.safetensors"
-    save_kv_scales(calibrate(packed(tiny_model("llama")), ["int8"], ["int8"]), file)
-    LLM(tiny_model("llama").bfloat16(), kv_cache_dtype="int8", kv_scales=str(file), num_blocks=8)
+    ids = torch.tensor(prompts((40,), seed=5)[0].tolist())
+    scales = calibrate(packed(tiny_model("llama")), ["int8"], ["int8"], token_ids=ids, source="this text")
+    save_kv_scales(scales, file)
+    engine = LLM(tiny_model("llama").bfloat16(), kv_cache_dtype="int8", kv_scales=str(file), num_blocks=8).engine
+    assert engine.kv_plan.source == "this text"
+    for index, layer in scales.layers.items():
+        transform, offset = engine.kv_cache.layers[index].transform, layer.keys["int8"].offset
+        assert transform is not None and offset is not None and torch.equal(transform.k_offset, offset)
 
 
 @pytest.mark.parametrize(

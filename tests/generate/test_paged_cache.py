@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, 
 
 from hf_paged import PagedCache
 from hf_paged.kv_cache import KVCache
+from hf_paged.page_store import PageStore
 
 BATCH = torch.stack(prompts((21, 21, 21)))
 TOLERANCE = {"atol": 2e-3, "rtol": 1e-4}  # fp32 sums of at most 256 products in another order
@@ -312,3 +313,20 @@ def test_a_cache_that_could_not_grow_promises_no_block_that_a_layer_lacks(
     cache.reset()
     ids = BATCH[:1].repeat(1, 4)
     torch.testing.assert_close(step(plain, cache, ids), step(plain, DynamicCache(), ids), **TOLERANCE)
+
+
+def test_rows_whose_tail_was_not_copied_are_not_read(plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that runs out between a table and its bytes left rows that point to a block nobody had written."""
+    plain.set_attn_implementation("hf_paged")
+    cache = PagedCache(plain)
+    step(plain, cache, BATCH[:1])
+    twin = copy.deepcopy(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(PageStore, "copy_blocks", lambda *args: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            step(plain, twin, BATCH[:1, :1])
+    with pytest.raises(ValueError, match=r"call reset\(\)"):
+        step(plain, twin, BATCH[:1, :1])
+    step(plain, cache, BATCH[:1, :1])  # the other one is as it was
+    twin.reset()
+    step(plain, twin, BATCH[:1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
+from hf_paged.kernels import w4a16_hopper as w4a16_module
 from hf_paged.kernels.cuda_kernel import compile_cubin, nvrtc
 from hf_paged.kernels.packed_linear import lock_count, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, pack_codes, packed_linear_reference
@@ -213,3 +215,18 @@ def test_chained_products_wait_for_each_other_in_a_graph() -> None:
             captured.zero_()
             graph.replay()
             assert torch.equal(captured, expected)
+
+
+def test_a_compiler_that_refuses_the_source_leaves_the_portable_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That a library loads does not say that it compiles: every request failed where an old one was found first."""
+
+    def refusing(*args: object) -> None:
+        raise RuntimeError("NVRTC refused w4a16_hopper")
+
+    monkeypatch.setattr(w4a16_module, "CudaKernel", refusing)
+    monkeypatch.setattr(w4a16_module, "cuda_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    assert not w4a16_module._is_usable.__wrapped__(7)
+    assert "portable kernel" in caplog.text and "NVRTC refused" in caplog.text

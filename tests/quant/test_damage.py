@@ -16,6 +16,8 @@ from quant_files import EXACT, Cell, load, logit_error, write_fp8_model, write_m
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hf_paged.quant.consistency import Promises
+
 State = dict[str, Tensor]
 ORDER = torch.arange(64, dtype=torch.int32).flip(0) // 32
 LAYER = "model.layers.0.mlp.up_proj"
@@ -228,3 +230,13 @@ def test_a_router_of_another_name_in_the_file_gets_the_dtype_of_the_model(tmp_pa
     assert model.model.layers[0].mlp.gate.weight.dtype == torch.bfloat16
     with torch.no_grad():
         assert model(torch.arange(3, 9)[None]).logits.isfinite().all()
+
+
+def test_one_module_that_keeps_a_wrong_label_does_not_make_all_others_damaged() -> None:
+    """Files of two group sizes without rules: told apart from a cut tensor by how many are alike."""
+    mixed, cut = Promises(), Promises()
+    mixed.note("head.scales", "one scale for 128 weights", "one scale for 128 weights")
+    for layer in range(4):
+        mixed.note(f"{layer}.scales", "one scale for 128 weights", "one scale for 64 weights")
+        cut.note(f"{layer}.scales", "one scale for 128 weights", f"one scale for {256 if layer == 2 else 128} weights")
+    assert mixed.problems() == {} and list(cut.problems()) == ["2"]

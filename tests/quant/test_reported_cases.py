@@ -157,3 +157,15 @@ def test_a_label_that_only_seems_to_lie_is_followed_and_told(tmp_path: Path, cap
     with caplog.at_level(logging.WARNING):
         load(tmp_path)
     assert "zero points" not in caplog.text
+
+
+def test_a_second_file_with_a_lying_label_is_told_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning came once per process: who loads two models to compare them heard of the first one only."""
+    for symmetric, folder in ((False, "one"), (True, "two"), (True, "three")):
+        cell = Cell(version=1, group_size=32, symmetric=symmetric)
+        lie = {**config_of(cell), "checkpoint_format": "gptq_v2"}
+        write_model(tiny_model("llama"), tmp_path / folder, cell, config=lie)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            load(tmp_path / folder)
+        assert caplog.text.count("the label says GPTQ v2 (zero) zero points, the data holds v1") == 1, folder
