@@ -163,31 +163,26 @@ struct Walk {
   }
 };
 
-// Where block i of a tile lies behind its first one: those of up stand half a weight behind those of gate.
-__device__ __forceinline__ long long block_of(const Problem& p, int i) {
-  return GATED ? i / 2 + (i % 2) * (p.N / 128) : i;
-}
-
 __device__ __forceinline__ void load_unit(const Problem& p, const Walk& at, char* smem, int stage, u32 full) {
   barrier_expect(full, X_ON_BARRIER + at.blocks * 4096 + GROUPS * at.rows * (SCALE_BYTES + HAS_ZEROS));
   const u32 w_to = shared_address(smem + W_AT + stage * W_BYTES);
+  const u32 s_to = shared_address(smem + S_AT + stage * S_BYTES), z_to = shared_address(smem + Z_AT + stage * Z_BYTES);
+  constexpr int OF_PART = TILES / PARTS;  // blocks of gate, then as many of up, which stand half a weight further on
+  const int part_rows = at.rows / PARTS;
 #pragma unroll
-  for (int i = 0; i < TILES; i++)
-    if (i < at.blocks) copy_bulk(w_to + i * 4096, at.words + block_of(p, i) * p.steps * 4096, 4096, full);
-#pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
-    const long long from = (long long)min(at.group + g, p.groups - 1) * p.N + at.first_block * 64;
-    const u32 s_to = shared_address(smem + S_AT + stage * S_BYTES + g * ROWS * SCALE_BYTES);
-    const u32 z_to = shared_address(smem + Z_AT + stage * Z_BYTES + g * ROWS);
-#pragma unroll
-    for (int i = 0; i < (GATED ? TILES : 1); i++) {
-      const int rows = GATED ? 64 : at.rows;
-      if (i >= at.blocks) break;
-      const long long row = from + block_of(p, i) * 64;
-      copy_bulk(s_to + i * 64 * SCALE_BYTES, p.scales + row * SCALE_BYTES, rows * SCALE_BYTES, full);
-      if (HAS_ZEROS) copy_bulk(z_to + i * 64, p.zeros + row, rows, full);
-    }
+  for (int i = 0; i < TILES; i++) {
+    const long long block = i % OF_PART + i / OF_PART * (p.N / 128);
+    if (i % OF_PART < at.blocks / PARTS) copy_bulk(w_to + i * 4096, at.words + block * p.steps * 4096, 4096, full);
   }
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+      const int to = g * ROWS + part * (ROWS / PARTS);
+      const long long row = (long long)min(at.group + g, p.groups - 1) * p.N + at.first_block * 64 + part * (p.N / 2);
+      copy_bulk(s_to + to * SCALE_BYTES, p.scales + row * SCALE_BYTES, part_rows * SCALE_BYTES, full);
+      if (HAS_ZEROS) copy_bulk(z_to + to, p.zeros + row, part_rows, full);
+    }
 }
 
 // One thread: packed words, scales and zeros. They depend on no kernel before this one, so it does not wait.

@@ -1,7 +1,7 @@
 // The ends of outputs: what becomes of the sums, and what a product of few tokens takes in of the kernels around it
 // (`folded_linear.py`):
 //   NORMED     its rows lack their factor 1 / sqrt(mean of squares + EPS): outputs are multiplied by it
-//   GATED      tiles hold blocks of gate and of up alternately, and the output is silu(gate) * up
+//   GATED      tiles hold blocks of gate, then as many of up, and the output is silu(gate) * up
 //   ADDS       1: the output is added to a residual. 2: and multiplied by the next norm's weight + OFFSET, beside it
 //   ORDERED    what the next product reads lies in that one's order of channels (act-order)
 __device__ __forceinline__ float bias_of(const u16* bias, int n, int N) {
@@ -151,6 +151,6 @@ __device__ __forceinline__ void set_piece(float (&acc)[SUB][BM / 2], int piece, 
 
 // Of the sums of a thread, part `part` of output `i`.
 __device__ __forceinline__ float4 part_of_output(const float (&acc)[SUB][BM / 2], int i, int part) {
-  return piece_of(acc, (i / (BM / 8) * PARTS + part) * (BM / 8) + i % (BM / 8));
+  return piece_of(acc, part * OUTPUTS + i);
 }
 

@@ -77,19 +77,26 @@ __device__ __forceinline__ u32 minus_zero(const char* smem, int stage, int g, in
   return mul2(code * 0x00010001u, MINUS_EVEN);
 }
 
+// Block `s` of a warpgroup behind its first one: those of gate, then as many of up.
+__device__ __forceinline__ constexpr int block_at(int s) {
+  return s % (SUB / PARTS) + s / (SUB / PARTS) * (TILES / PARTS);
+}
+
 __device__ __forceinline__ void multiply_unit(const char* smem, int stage, float (&acc)[SUB][BM / 2]) {
   constexpr int SLICES = 4 / GROUPS;
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const u32 words_at = shared_address(smem + W_AT + stage * W_BYTES) + warpgroup * SUB * 4096 + warp * 1024 + lane * 16;
+  const int first_block = warpgroup * (SUB / PARTS);
+  const u32 words_at = shared_address(smem + W_AT + stage * W_BYTES) + first_block * 4096 + warp * 1024 + lane * 16;
   const u32 x_row = shared_address(smem + stage * X_BYTES) + lane % 8 * 128;
   uint4 top[SUB], bottom[SUB];
 #pragma unroll
   for (int s = 0; s < SUB; s++) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(top[s].x), "=r"(top[s].y), "=r"(top[s].z), "=r"(top[s].w) : "r"(words_at + s * 4096));
+                 : "=r"(top[s].x), "=r"(top[s].y), "=r"(top[s].z), "=r"(top[s].w)
+                 : "r"(words_at + block_at(s) * 4096));
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(bottom[s].x), "=r"(bottom[s].y), "=r"(bottom[s].z), "=r"(bottom[s].w)
-                 : "r"(words_at + s * 4096 + 512));
+                 : "r"(words_at + block_at(s) * 4096 + 512));
   }
   float part[SUB][BM / 8][4], scale_top[SUB], scale_bottom[SUB];
   u32 minus_top[SUB], minus_bottom[SUB];
@@ -104,7 +111,7 @@ __device__ __forceinline__ void multiply_unit(const char* smem, int stage, float
     }
 #pragma unroll
     for (int s = 0; s < SUB; s++) {
-      const int g = j / SLICES, row = (warpgroup * SUB + s) * 64 + warp * 16 + lane / 4;
+      const int g = j / SLICES, row = (first_block + block_at(s)) * 64 + warp * 16 + lane / 4;
       if (j % SLICES == 0) {
         const char* scale_at = smem + S_AT + stage * S_BYTES + g * ROWS * SCALE_BYTES;
         scale_top[s] = load_scale(scale_at, row) * UNIT;
@@ -126,20 +133,36 @@ __device__ __forceinline__ void multiply_unit(const char* smem, int stage, float
   }
 }
 
-// What the norm before this product left to it, while the first activations are on their way.
-__device__ __forceinline__ void make_factors(const Problem& p, float* factors) {
-  const int lane = threadIdx.x % 32;
+constexpr int TOKENS = (BM + WARPS - 1) / WARPS;  // whose norms a warp finishes
+
+// Of what the norm before this product left to it a lane's share, while the first activations are on their way.
+__device__ __forceinline__ void load_squares(const Problem& p, float (&sums)[TOKENS]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   wait_for_kernel_before();
-  for (int token = threadIdx.x / 32; token < p.M; token += WARPS) {
-    float sum = 0;
-#pragma unroll 4
-    for (int i = lane; i < p.K / 64; i += 32) {
-      const float4 v = __ldcg((const float4*)(p.squares + token * (p.K / 16)) + i);
-      sum += (v.x + v.y) + (v.z + v.w);
+#pragma unroll
+  for (int j = 0; j < TOKENS; j++) sums[j] = 0;
+  for (int first = lane; first < p.K / 64; first += 128) {
+    float4 v[TOKENS][4];  // all on their way at once
+#pragma unroll
+    for (int i = 0; i < 4 * TOKENS; i++) {
+      const int token = warp + i / 4 * WARPS, at = first + i % 4 * 32;
+      v[i / 4][i % 4] = token < p.M && at < p.K / 64 ? __ldcg((const float4*)(p.squares + token * (p.K / 16)) + at)
+                                                     : make_float4(0, 0, 0, 0);
     }
 #pragma unroll
-    for (int i = 1; i < 32; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
-    if (lane == 0) factors[token] = rsqrtf(sum / p.K + EPS);
+    for (int i = 0; i < 4 * TOKENS; i++)
+      sums[i / 4] += (v[i / 4][i % 4].x + v[i / 4][i % 4].y) + (v[i / 4][i % 4].z + v[i / 4][i % 4].w);
+  }
+}
+
+// When all is multiplied: nobody waits for a factor before that.
+__device__ __forceinline__ void make_factors(const Problem& p, float* factors, float (&sums)[TOKENS]) {
+#pragma unroll
+  for (int j = 0; j < TOKENS; j++) {
+    const int token = threadIdx.x / 32 + j * WARPS;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) sums[j] += __shfl_xor_sync(~0u, sums[j], i);
+    if (threadIdx.x % 32 == 0 && token < p.M) factors[token] = rsqrtf(sums[j] / p.K + EPS);
   }
   asm volatile("bar.sync 4, %0;" ::"n"(MULTIPLIERS) : "memory");
 }
@@ -147,7 +170,8 @@ __device__ __forceinline__ void make_factors(const Problem& p, float* factors) {
 __device__ __forceinline__ void multiply(const Problem& p, char* smem, u32 full, u32 empty) {
   float acc[SUB][BM / 2];
   int stage = 0, parity = 0;
-  if (NORMED) make_factors(p, (float*)(smem + FACTORS_AT));
+  float sums[TOKENS];
+  if (NORMED) load_squares(p, sums);
   for (int u = p.begin; u < p.end;) {
     const int tile = u / p.steps, k_begin = u - tile * p.steps, k_end = min(p.steps, k_begin + p.end - u);
 #pragma unroll
@@ -165,6 +189,7 @@ __device__ __forceinline__ void multiply(const Problem& p, char* smem, u32 full,
       }
     }
     wait_for_kernel_before();
+    if (NORMED && u == p.begin) make_factors(p, (float*)(smem + FACTORS_AT), sums);
     if (CLUSTER > 1)
       sum_cluster(p, tile, smem, acc);
     else
