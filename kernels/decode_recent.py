@@ -20,8 +20,7 @@ from hf_paged.kernels.decode_shares import value_offset
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
 from hf_paged.kernels.on_device import on_device
 
-_WARPS = 2
-_ELEMENTS = 4096  # of keys taken at once
+_ELEMENTS = 2048  # of keys taken at once: one warp holds them, and a multiprocessor many of these
 
 
 @triton.jit(do_not_specialize=["num_seqs", "held"])
@@ -188,7 +187,6 @@ def decode_recent(
         query, layer, before, whole, scale=scale, window=None, softcap=softcap, sinks=None, lse=whole_lse
     )
     grid, shape = join_launch(shares, num_seqs, layer.k.tensor.shape[1])
-    shape["num_warps"] = max(shape["num_warps"], _WARPS)
     k, v, k_block = recent.k.tensor, recent.v.tensor, triton.next_power_of_2(recent.k.head_dim)
     join_recent_kernel[grid](
         out, whole, whole_lse, shares.partial, shares.lse, query, k, v, current.slots, current.starts, meta.seq_lens,
