@@ -7,12 +7,13 @@
     python -m hf_paged.eval.weights_bench --path portable              # the Triton kernel, whatever the GPU
 
 A captured graph holds at least a millisecond of calls, one behind the other as in a step, that rotate over as many
-copies of the weight as exceed the L2 cache four times. Graphs of ours and of cuBLAS (the same weights, dequantized) are
-replayed in turn, and a figure is the median of nine replays after twenty: both sides see the same clocks, those of work
-that goes on (after a pause the first milliseconds are up to a tenth slower), and the start of a graph does not count.
-The roof is max(bytes / read bandwidth, FLOPs / measured matrix rate), where bytes are the packed weight, its scales and
-zeros, and the activations in and out, each once. "Ours" is the product as a layer calls it. Prints a table with the
-launch that was chosen (tokens x outputs of a tile, programs), then one JSON line.
+copies of the weight as exceed the L2 cache four times. Graphs of ours and of cuBLAS (the same weights, dequantized)
+are replayed in turn, and a figure is the median of nine replays after five: both sides see the same clocks, and
+neither the first milliseconds after a pause count, up to a tenth slower, nor the start of a graph. Large products slow
+down with heat when they go on, which `--warm 40` shows. The roof is max(bytes / read bandwidth, FLOPs / measured
+matrix rate), where bytes are the packed weight, its scales and zeros, and the activations in and out, each once.
+"Ours" is the product as a layer calls it. Prints a table with the launch that was chosen (tokens x outputs of a tile,
+programs), then one JSON line.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ ROWS = "1,4,8,16,32,64,128,256,512,2048,8192"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROTATED_BYTES = 4 * 60_000_000
 REPLAY_SECONDS = 1e-3  # at least, of a graph
-WARM_REPLAYS, REPLAYS = 20, 9  # of each graph, in turn: the clocks of work that goes on
+REPLAYS = 9
 
 Call = Callable[[], object]
 
@@ -87,11 +88,13 @@ def matrix_rate(dtype: torch.dtype) -> float:
     return 2 * 8192**3 / graph_time([partial(torch.matmul, a, a)])
 
 
-def times_in_turn(sides: Sequence[Sequence[Call]], least: float) -> list[float]:
-    """Seconds per call of each side, a call of which takes `least` or longer: medians of replays that take turns."""
+def times_in_turn(sides: Sequence[Sequence[Call]], least: float, warm: int) -> list[float]:
+    """Seconds per call of each side, a call of which takes `least` or longer: medians of replays that take turns, after
+    `warm` of each.
+    """
     counts = [max(len(calls), math.ceil(REPLAY_SECONDS / least)) for calls in sides]
     graphs = [captured(calls, count) for calls, count in zip(sides, counts)]
-    for graph in graphs * WARM_REPLAYS:
+    for graph in graphs * warm:
         graph.replay()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS * len(graphs) + 1)]
     events[0].record()
@@ -163,7 +166,7 @@ def bench_shape(n: int, k: int, args: argparse.Namespace, bandwidth: float, rate
         }
         packed_calls = [partial(ours(args), x, weight, None, locks) for weight in weights]
         cublas_calls = [partial(torch.nn.functional.linear, x, weight) for weight in dense]
-        times = times_in_turn([packed_calls, cublas_calls], roof)
+        times = times_in_turn([packed_calls, cublas_calls], roof, args.warm)
         row["ours_us"], row["cublas_us"] = (1e6 * time for time in times)
         if args.path == "auto" and m <= hopper_rows(k) and fits_hopper(x, first):
             tiles = choose_hopper_tiles(m, n, k, multiprocessors(0))
@@ -209,7 +212,7 @@ def sweep(
         launches, kernel = likely_launches(m, n, k, programs), w4a16_hopper
     timed = []
     for launch in launches:
-        time = launch_time([partial(kernel, x, weight, None, locks, launch) for weight in weights], roof)
+        time = launch_time([partial(kernel, x, weight, None, locks, launch) for weight in weights], roof, args.warm)
         if time is not None:
             timed.append((time, str(launch)))
     for time, launch_text in sorted(timed)[: args.show]:
@@ -217,10 +220,10 @@ def sweep(
     return {"best_us": min(timed)[0] * 1e6, "best_launch": min(timed)[1]}
 
 
-def launch_time(calls: list[Call], roof: float) -> float | None:
+def launch_time(calls: list[Call], roof: float, warm: int) -> float | None:
     """Seconds, or None for a launch that needs more shared memory or registers than there are."""
     try:
-        return times_in_turn([calls], roof)[0]
+        return times_in_turn([calls], roof, warm)[0]
     except (RuntimeError, torch.AcceleratorError) as error:
         if "out of resource" not in str(error):
             raise
@@ -247,6 +250,7 @@ def main() -> None:
     parser.add_argument("--act-order", action="store_true")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--path", choices=("auto", "portable", "dequantize"), default="auto")
+    parser.add_argument("--warm", type=int, default=5, help="replays of each side before those that count")
     parser.add_argument("--sweep", action="store_true", help="try other launches too")
     parser.add_argument("--show", type=int, default=5, help="launches to print per row with --sweep")
     args = parser.parse_args()
