@@ -67,6 +67,8 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 def dequantize_launch(weight: PackedWeight, out: Tensor) -> None:
     """Run the kernel into `out` `[N, K]` (any float dtype)."""
     rows, tiles = weight.packed.shape[:2]
+    tile = tile_k(weight.field_bits)
+    run = math.gcd(weight.group_size, tile)
     dequantize_kernel[(tiles, rows)](
         weight.packed,
         weight.scales,
@@ -79,6 +81,6 @@ def dequantize_launch(weight: PackedWeight, out: Tensor) -> None:
         BITS=weight.field_bits,
         MIDDLE=weight.middle,
         HAS_ZEROS=weight.zeros is not None,
-        RUN=math.gcd(weight.group_size, tile_k(weight.field_bits)),
-        num_warps=4,
+        RUN=run,
+        num_warps=8 if run == tile else 4,
     )
