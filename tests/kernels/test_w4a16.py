@@ -163,8 +163,10 @@ def test_rows_go_to_their_own_expert(zeros: bool, perm: bool, top_k: int) -> Non
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_dequantized_weights_equal_the_definition_bit_for_bit(bits: int, dtype: torch.dtype) -> None:
-    packed = weight(72, 168, bits=bits, group=56, zeros=bits != 8)  # a group that no slice aligns with
+@pytest.mark.parametrize("group", [56, 128])
+def test_dequantized_weights_equal_the_definition_bit_for_bit(bits: int, dtype: torch.dtype, group: int) -> None:
+    """A group that no slice aligns with, and one that holds whole tiles and is cut short by the last channel."""
+    packed = weight(72, 168, bits=bits, group=group, zeros=bits != 8)
     out = torch.empty(72, 168, dtype=dtype, device=DEVICE)
     dequantize_launch(packed, out)
     assert torch.equal(out, dequantize_reference(packed, dtype))
