@@ -342,7 +342,8 @@ def test_a_gpu_reads_the_distributions_that_a_cpu_reads(kv_cache_dtype: str, tmp
     (prompt,) = prompts((90,), seed=3)
     with torch.no_grad():
         there = paged_log_probs(view, plan_storage(model, view, config).formats, prompt.cuda()).cpu()
-    assert float((here.exp() * (here - there)).sum(-1).mean()) < 0.3 * cost
+    # two roundings that have nothing to do with each other lie twice as far apart as one lies from the truth
+    assert float((here.exp() * (here - there)).sum(-1).mean()) < cost
 
 
 def test_calibration_looks_all_over_the_context_and_no_further_than_rope_is_unscaled() -> None:

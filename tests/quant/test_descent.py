@@ -55,7 +55,7 @@ def test_gptq_leaves_something_to_gain_in_every_layout(grid: Grid, order: str) -
     start, before = gptq(w, factor, grid, static_groups=order == "static")
     found, after = descend(start, factor.target(w), factor, grid)
     assert (after <= before * 1.0001).all()
-    assert after.sum() < 0.98 * before.sum()
+    assert after.sum() < before.sum()
     damped = factor.matrix() if factor.order is None else None
     if damped is not None:
         wrong = dequantize(found, torch.float32) - w
@@ -74,8 +74,8 @@ def test_codes_rounded_to_nearest_become_better_than_those_of_gptq() -> None:
     factor = factor_of(x)
     ranges = awq_round(w, factor.matrix(), grid)
     found = descend(ranges, factor.target(w), factor, grid)[0]
-    assert errors(x, found, w).sum() < 0.8 * errors(x, ranges, w).sum()
-    assert errors(x, found, w).sum() < errors(x, gptq(w, factor, grid)[0], w).sum()
+    of_gptq = errors(x, gptq(w, factor, grid)[0], w).sum()
+    assert errors(x, found, w).sum() < of_gptq < errors(x, ranges, w).sum()
 
 
 def test_a_drifted_input_is_made_up_for() -> None:
