@@ -44,7 +44,8 @@ def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int
     stage = tile * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())
     per_sm = max(1, min(12 // num_warps, 200_000 // (2 * stage)))
     config = DecodeConfig(tile=tile, num_warps=num_warps, overlap=overlap)
-    if decode_int4.fits(query, layer):
+    int4 = decode_int4.fits(query, layer)
+    if int4:
         tile, registers = decode_int4.launch(layer, query.shape[1] // kv_heads)
         per_sm = 4 * (512 // registers)
         config = DecodeConfig(tile=tile, in_registers=True, max_registers=registers, overlap=overlap)
@@ -60,7 +61,7 @@ def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int
     # More heads than programs: as many as take some whole ones each. int8, 256 x 1,024 tokens, 8 KV heads: 1,024 of
     # 1,584 programs, the others idle, take 153 us, 1,024 of 1,056 take 141.
     whole = -(-heads // -(-heads // programs))
-    busy = 7 if decode_int4.fits(query, layer) else 5  # of 8; 4-bit programs wait for more than memory: 303 -> 426 us
+    busy = 7 if int4 else 5  # of 8; 4-bit programs wait for more than memory: 303 -> 426 us
     if config.in_registers and heads > programs and whole * 8 >= programs * busy:
         programs = whole
     return replace(config, programs=programs)

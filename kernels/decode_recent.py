@@ -81,34 +81,45 @@ def join_recent_kernel(
     out_row = seq * heads + first_head + h
     at = out_row[:, None] * V_DIM + d[None, :]
     mask = (h < HEADS)[:, None] & (d < V_DIM)[None, :]
-    coded = tl.zeros([H_BLOCK, COLUMNS], tl.float32)
-    lse = tl.full([H_BLOCK], float("-inf"), tl.float32)
-    if tiles > 0:
-        if first == last:
-            coded = tl.load(whole_ptr + at, mask=mask, other=0.0)
-            lse = tl.load(whole_lse_ptr + out_row, mask=h < HEADS, other=float("-inf"))
-        else:
-            coded, lse = joined(
-                partial_ptr, lse_ptr, first, last, first_head % GROUP, lse, tl.zeros([H_BLOCK], tl.float32), d,
-                GROUP, HEADS, V_DIM, STEP,
-            )  # fmt: skip
+    coded, lse = _of_codes(
+        whole_ptr + at, whole_lse_ptr + out_row, mask, partial_ptr, lse_ptr, tiles, first, last, first_head % GROUP, d,
+        GROUP, HEADS, V_DIM, STEP,
+    )  # fmt: skip
     acc, total, top = _own_block(
         q, k, v, k_ptr, v_ptr, count, scale, softcap, dk, d, HEADS, H_BLOCK, K_DIM, V_DIM, KEYS, SOFTCAP
     )
-    new_top = tl.maximum(top, lse)
+    sink = tl.full([H_BLOCK], float("-inf"), tl.float32)
     if SINKS:
         sink_at = seq * heads * (SINKS - 1) + first_head + h
         sink = tl.load(sinks_ptr + sink_at, mask=h < HEADS, other=0.0).to(tl.float32) * 1.4426950408889634
-        new_top = tl.maximum(new_top, sink)
+    new_top = tl.maximum(tl.maximum(top, lse), sink)
     new_top = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key at all: a padded row of a captured graph
     weight = tl.exp2(lse - new_top)
     decay = tl.exp2(top - new_top)
-    total = total * decay + weight
-    if SINKS:
-        total += tl.exp2(sink - new_top)
+    total = total * decay + weight + tl.exp2(sink - new_top)
     result = (acc * decay[:, None] + coded * weight[:, None]) / tl.where(total == 0.0, 1.0, total)[:, None]
     result += tl.where(total == 0.0, 0.0, 1.0)[:, None] * offset[None, :]
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _of_codes(
+    whole_ptr,  # [H_BLOCK, COLUMNS] pointers, to where whole heads are
+    whole_lse_ptr,  # [H_BLOCK]
+    mask, partial_ptr, lse_ptr, tiles, first, last, first_head, d,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, V_DIM: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Attention over the codes before the block, and its base-2 log-sum-exps: -inf where there are none."""
+    out = tl.zeros(mask.shape, tl.float32)
+    lse = tl.full([mask.shape[0]], float("-inf"), tl.float32)
+    if tiles > 0:
+        if first == last:
+            out = tl.load(whole_ptr, mask=mask, other=0.0)
+            lse = tl.load(whole_lse_ptr, mask=tl.arange(0, mask.shape[0]) < HEADS, other=float("-inf"))
+        else:
+            total = tl.zeros([mask.shape[0]], tl.float32)
+            out, lse = joined(partial_ptr, lse_ptr, first, last, first_head, lse, total, d, GROUP, HEADS, V_DIM, STEP)
+    return out, lse
 
 
 @triton.jit
