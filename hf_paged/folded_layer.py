@@ -1,7 +1,7 @@
 """The forward of a decoder layer of few tokens whose norms, residual adds and activation are ends of its products.
 
-Of packed 4-bit weights on Hopper (`kernels/folded_linear.py`); a step of one token then has seven kernels a layer
-instead of ten.
+Of packed 4-bit weights on Hopper (`kernels/folded_linear.py`). Of one token the products between two attentions are
+one kernel (`kernels/layer_chain.py`), and a step has four kernels a layer instead of ten.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_paged.fused_modules import FusedAttention, FusedMLP, RotaryContext
+from hf_paged.fused_modules import FusedAttention, FusedMLP, Projected, RotaryContext
 from hf_paged.kernels.folded_linear import OpenNorm, can_fold, folded_linear, folded_sum
+from hf_paged.kernels.layer_chain import LayerChain, layer_chain, new_exchange
 from hf_paged.kernels.packed_weight import PackedWeight
 from hf_paged.kernels.reference_fused import RMSNorm
 from hf_paged.quant.joined_packed import JoinedPackedLinear
 from hf_paged.quant.linear import PackedLinear
+
+_CHAINS_AT_ONCE = 32  # whose memory is made ready together
 
 
 class FoldedLayer:
@@ -58,13 +61,35 @@ class FoldedLayer:
         folded = cls(fused, fused_mlp, mlp_norm, next_norm)
         return folded if folded._gate_up.bias is None and folded._gate_up.weight.out_features % 128 == 0 else None
 
+    def chain(self, following: FoldedLayer) -> LayerChain | None:
+        """Its products behind attention, and that before attention of the layer that follows."""
+        if self._mlp_norm is None or self._next_norm is None:
+            return None
+        parts = (self._output.operands, self._gate_up.operands, self._down.operands, following._qkv.operands)
+        weights, biases = [weight for weight, _, _ in parts], [bias for _, bias, _ in parts]
+        return LayerChain.of(weights, biases, (self._mlp_norm, self._next_norm))
+
     def __call__(
-        self, hidden: Tensor, normed: Tensor | OpenNorm, context: RotaryContext, kwargs: dict[str, Any]
+        self,
+        hidden: Tensor,
+        normed: Tensor | OpenNorm | Projected,
+        context: RotaryContext,
+        kwargs: dict[str, Any],
+        chain: LayerChain | None = None,
     ) -> Tensor:
-        """Hidden states `[1, T, hidden_size]` after the layer; the context carries their norm for the next one."""
-        rows = normed if isinstance(normed, OpenNorm) else normed[0]
-        heads = self._attention.split(self._qkv.split(folded_linear(rows, *self._qkv.operands)))
+        """Hidden states `[1, T, hidden_size]` after the layer; the context carries their norm for the next one, or with
+        a chain the product of it.
+        """
+        if isinstance(normed, Projected):
+            qkv = normed.qkv
+        else:
+            qkv = folded_linear(normed if isinstance(normed, OpenNorm) else normed[0], *self._qkv.operands)
+        heads = self._attention.split(self._qkv.split(qkv))
         attended = self._attention.attend(heads, context, kwargs).flatten(1)
+        if chain is not None:
+            total, qkv = layer_chain(attended, hidden[0], chain, _exchange(context, chain, hidden.shape[1]))
+            context.carried = (total.unsqueeze(0), Projected(qkv=qkv))
+            return context.carried[0]
         total, open_norm = folded_sum(attended, *self._output.operands, hidden[0], self._mlp_norm)
         assert open_norm is not None
         gated = folded_linear(open_norm, *self._gate_up.operands, gated=True, places=self._down_places)
@@ -73,6 +98,15 @@ class FoldedLayer:
         if open_norm is not None:
             context.carried = (result, open_norm)
         return result
+
+
+def _exchange(context: RotaryContext, chain: LayerChain, rows: int) -> Tensor:
+    """Memory that no other chain of the step uses."""
+    exchange = None if context.exchanges is None else next(context.exchanges, None)
+    if exchange is None:
+        context.exchanges = iter(new_exchange(chain, rows, _CHAINS_AT_ONCE).unbind())
+        exchange = next(context.exchanges)
+    return exchange
 
 
 def _watched(module: nn.Module) -> bool:

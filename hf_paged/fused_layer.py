@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from hf_paged.attention import CONTEXT_KEYWORD
 from hf_paged.folded_layer import FoldedLayer
-from hf_paged.fused_modules import FusedAttention, FusedMLP, RotaryContext, first_output, own_of
+from hf_paged.fused_modules import FusedAttention, FusedMLP, Projected, RotaryContext, first_output, own_of
 from hf_paged.kernels.folded_linear import OpenNorm
 from hf_paged.kernels.fused_ops import add_rms_norm, rms_norm
+from hf_paged.kernels.layer_chain import MAX_CHAIN_ROWS, LayerChain
 from hf_paged.kernels.reference_fused import RMSNorm
 from hf_paged.quant.joined_packed import inverse
 
@@ -41,19 +42,22 @@ class FusedLayer:
     mlp: nn.Module
     mlp_post: RMSNorm | None
     next_norm: RMSNorm | None = None  # the input norm of the fused layer that follows
+    following: FusedLayer | None = None  # that layer
     is_last: bool = False  # what follows reads each token by itself, and in the end some of them only
+    _made: LayerChain | None = None  # once asked for
+    _asked: bool = False
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         context = kwargs.get(CONTEXT_KEYWORD)
         if args or not isinstance(context, RotaryContext):
             return own_of(self.own)(hidden_states, *args, **kwargs)
-        normed: Tensor | OpenNorm | None = hidden_states
+        normed: Tensor | OpenNorm | Projected | None = hidden_states
         if self.input_norm is not None:
             normed, folded = context.take_norm(hidden_states), self._folded(hidden_states, context)
-            if normed is None or (folded is None and isinstance(normed, OpenNorm)):
+            if normed is None or (folded is None and not isinstance(normed, Tensor)):
                 normed = rms_norm(hidden_states, self.input_norm)
             if folded is not None:
-                return folded(hidden_states, normed, context, kwargs)
+                return folded(hidden_states, normed, context, kwargs, self._chain(folded, hidden_states, context))
         delta = self.attention(normed, **kwargs, **_ordered(self.input_norm))[0]
         if self.is_last and context.wanted is not None:
             hidden_states = hidden_states[:, context.wanted]
@@ -68,6 +72,17 @@ class FusedLayer:
         if context.wanted is not None or self.attention_post is not None or self.mlp_post is not None:
             return None
         return FoldedLayer.of(self.attention, self.mlp, (self.input_norm, self.mlp_norm, self.next_norm), hidden)
+
+    def _chain(self, folded: FoldedLayer, hidden: Tensor, context: RotaryContext) -> LayerChain | None:
+        """The products up to QKV of the layer that follows as one, if that one folds, too."""
+        if self.following is None or hidden.shape[1] > MAX_CHAIN_ROWS:
+            return None
+        following = self.following._folded(hidden, context)
+        if following is None:
+            return None
+        if not self._asked:
+            self._made, self._asked = folded.chain(following), True
+        return self._made
 
     def order_norms(self) -> None:
         """Let the norms write channels as the act-order weights behind them read them: nothing is left to gather."""

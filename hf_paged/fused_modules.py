@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,18 +46,26 @@ class RotaryCall:
     places: Tensor | None = None  # the inverse of it
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Projected:
+    """QKV of a layer, which the one before has multiplied."""
+
+    qkv: Tensor  # [T, N]
+
+
 class RotaryContext(ABC):
     """An attention context that can rotate, store and attend in one go, and carries a norm from layer to layer."""
 
-    # (hidden states, their norm for the next layer)
-    carried: tuple[Tensor, Tensor | OpenNorm] | None = None
+    # (hidden states, their norm for the next layer, or what that would first make of it)
+    carried: tuple[Tensor, Tensor | OpenNorm | Projected] | None = None
+    exchanges: Iterator[Tensor] | None = None  # of the chains of this step (`kernels/layer_chain.py`)
     wanted: Tensor | None = None  # [n] int64, tokens that leave the last layer, each its sequence's last; None = all
 
     @abstractmethod
     def attend_rotary(self, call: RotaryCall) -> Tensor:
         """Store the call's keys and values, attend, return [T, num_heads, v_head_dim] in the call's order."""
 
-    def take_norm(self, hidden: Tensor) -> Tensor | OpenNorm | None:
+    def take_norm(self, hidden: Tensor) -> Tensor | OpenNorm | Projected | None:
         """The norm of `hidden` where the layer before left it."""
         carried, self.carried = self.carried, None
         return carried[1] if carried is not None and carried[0] is hidden else None

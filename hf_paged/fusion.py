@@ -251,7 +251,7 @@ class _Pass:
         for (call, fused), (following, next_fused) in zip(self._layers, self._layers[1:], strict=False):
             unwritten = call.version_left == following.version_read
             if same_tensor(call.output, following.input) and unwritten:
-                fused.next_norm = next_fused.input_norm
+                fused.next_norm, fused.following = next_fused.input_norm, next_fused
 
     def _mark_last(self, calls: Mapping[nn.Module, TracedCall]) -> None:
         """Let the last layer leave tokens out, if after it comes a norm and after that the head, and nothing else."""

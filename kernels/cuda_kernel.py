@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_CLUSTER, _OVERLAP = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, *_PROGRAMMATIC_STREAM_SERIALIZATION
-_TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, *_CLUSTER_DIMENSION, *_PROGRAMMATIC_STREAM_SERIALIZATION
+_COOPERATIVE, _CLUSTER, _OVERLAP = 2, 4, 6
+_TENSOR_TYPES = {torch.int32: 3, torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128_BYTES, _PROMOTE_256_BYTES = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 
 
@@ -36,8 +38,51 @@ class _LaunchConfig(ctypes.Structure):
     ]
 
 
-class TensorMap:
-    """Says to a kernel's bulk copies how to find boxes of `rows` rows by 64 columns of a matrix.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorBox:
+    """A view of a tensor that a kernel's bulk copies take boxes of, the fastest dimension first."""
+
+    tensor: Tensor
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes, of all dimensions but the first; multiples of 16
+    box: tuple[int, ...]
+    swizzle: int = 0  # CU_TENSOR_MAP_SWIZZLE_*
+
+
+class TensorMaps:
+    """Says to a kernel's bulk copies how to find boxes; what is outside of a view is zero there.
+
+    One argument, an array of one map a view. Does not keep tensors alive.
+    """
+
+    def __init__(self, views: Sequence[TensorBox]) -> None:
+        self._memory = (ctypes.c_ubyte * (128 * len(views) + 64))()  # each aligned to 64
+        self.address = -(-ctypes.addressof(self._memory) // 64) * 64
+        for i, view in enumerate(views):
+            _encode(self.address + 128 * i, view)
+
+
+def _encode(address: int, view: TensorBox) -> None:
+    rank = len(view.sizes)
+    encoded = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(address),
+        _TENSOR_TYPES[view.tensor.dtype],
+        rank,
+        ctypes.c_void_p(view.tensor.data_ptr()),
+        (ctypes.c_uint64 * rank)(*view.sizes),
+        (ctypes.c_uint64 * (rank - 1))(*view.strides),
+        (ctypes.c_uint32 * rank)(*view.box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0,  # not interleaved
+        view.swizzle,
+        _PROMOTE_256_BYTES,
+        0,  # zeros outside
+    )
+    _check(encoded)
+
+
+class TensorMap(TensorMaps):
+    """Of boxes of `rows` rows by 64 columns of a matrix.
 
     `x`: `[M, K]` fp16 or bf16, contiguous, K a multiple of 8, 16-byte aligned. A box lies in shared memory as rows of
     128 bytes whose 16-byte pieces are swizzled; what is outside of the matrix is zero there. Does not keep `x` alive.
@@ -45,23 +90,8 @@ class TensorMap:
 
     def __init__(self, x: Tensor, rows: int) -> None:
         m, k = x.shape
-        self._memory = (ctypes.c_ubyte * 192)()  # 128 bytes, aligned to 64
-        self.address = -(-ctypes.addressof(self._memory) // 64) * 64
-        encoded = _driver().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(self.address),
-            _TENSOR_TYPES[x.dtype],
-            2,
-            ctypes.c_void_p(x.data_ptr()),
-            (ctypes.c_uint64 * 2)(k, m),
-            (ctypes.c_uint64 * 1)(2 * k),
-            (ctypes.c_uint32 * 2)(64, rows),
-            (ctypes.c_uint32 * 2)(1, 1),
-            0,  # not interleaved
-            _SWIZZLE_128_BYTES,
-            _PROMOTE_256_BYTES,
-            0,  # zeros outside
-        )
-        _check(encoded)
+        view = TensorBox(tensor=x, sizes=(k, m), strides=(2 * k,), box=(64, rows), swizzle=_SWIZZLE_128_BYTES)
+        super().__init__([view])
 
 
 class CudaKernel:
@@ -84,28 +114,31 @@ class CudaKernel:
         self,
         grid: int,
         threads: int,
-        arguments: Sequence[Tensor | TensorMap | int | None],
+        arguments: Sequence[Tensor | TensorMaps | int | None],
         *,
         overlap: bool = False,
         cluster: int = 1,
+        cooperative: bool = False,
     ) -> None:
         """Pointers (None is null), tensor maps and 32-bit integers, on the current stream.
 
         With `overlap` it may start before the kernel before it has ended, and must wait for that one
         (`griddepcontrol.wait`) before it reads or writes what the other touches. `cluster`: blocks that run side by
-        side and reach each other's shared memory; a divisor of `grid`.
+        side and reach each other's shared memory; a divisor of `grid`. `cooperative`: all blocks run at the same time,
+        or none; RuntimeError where there is no room for all.
         """
         values = [
             ctypes.c_int(item) if isinstance(item, int) else ctypes.c_void_p(None if item is None else item.data_ptr())
             for item in arguments
-            if not isinstance(item, TensorMap)
+            if not isinstance(item, TensorMaps)
         ]
         plain = iter(values)
         pointers = (ctypes.c_void_p * len(arguments))(
-            *(item.address if isinstance(item, TensorMap) else ctypes.addressof(next(plain)) for item in arguments)
+            *(item.address if isinstance(item, TensorMaps) else ctypes.addressof(next(plain)) for item in arguments)
         )
         asked = ((_CLUSTER, (cluster, 1, 1)),) * (cluster > 1) + ((_OVERLAP, (1,)),) * overlap
-        attributes = (_Attribute * 2)(*(_Attribute(id, 0, value) for id, value in asked))
+        asked += ((_COOPERATIVE, (1,)),) * cooperative
+        attributes = (_Attribute * 3)(*(_Attribute(id, 0, value) for id, value in asked))
         stream = torch.cuda.current_stream().cuda_stream
         config = _LaunchConfig(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, attributes, len(asked))
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))

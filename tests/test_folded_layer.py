@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_paged import folded_layer, joined_linear
 from hf_paged.eval import bench_models
-from hf_paged.kernels import folded_linear
+from hf_paged.kernels import folded_linear, layer_chain
+from hf_paged.kernels.layer_chain import LayerChain
 from hf_paged.kernels.packed_weight import PackedWeight
 from hf_paged.kernels.reference_fused import RMSNorm
 from hf_paged.quant.joined_packed import JoinedPackedLinear
@@ -22,8 +23,8 @@ from hf_paged.quant.linear import PackedLinear
 CALLS_OF_A_LAYER = 4
 
 
-def packed_model(device: str, *, act_order: bool = False) -> PreTrainedModel:
-    config = bench_models._llama(3, 256, 704, 4, 2, 64, vocab_size=300)
+def packed_model(device: str, *, act_order: bool = False, mlp: int = 704) -> PreTrainedModel:
+    config = bench_models._llama(3, 256, mlp, 4, 2, 64, vocab_size=300)
     model = bench_models._random_model(config, torch.bfloat16, device, 4).eval()
     if act_order:
         for layer in model.model.layers:
@@ -40,6 +41,7 @@ class Definitions:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.exchanges: list[Tensor] = []  # of the chains
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, **options: Any) -> Tensor:
         self.calls += 1
@@ -50,6 +52,10 @@ class Definitions:
     ) -> tuple[Tensor, folded_linear.OpenNorm | None]:
         self.calls += 1
         return folded_linear.folded_sum_reference(x, weight, bias, residual, norm)
+
+    def chain(self, x: Tensor, residual: Tensor, chain: LayerChain, exchange: Tensor) -> tuple[Tensor, Tensor]:
+        self.exchanges.append(exchange)
+        return layer_chain.layer_chain_reference(x, residual, chain)
 
 
 @pytest.fixture
@@ -65,6 +71,7 @@ def definitions(monkeypatch: pytest.MonkeyPatch) -> Definitions:
     monkeypatch.setattr(folded_layer, "can_fold", lambda x, weight: x.shape[0] <= 16)
     monkeypatch.setattr(folded_layer, "folded_linear", made.linear)
     monkeypatch.setattr(folded_layer, "folded_sum", made.sum)
+    monkeypatch.setattr(folded_layer, "layer_chain", made.chain)
     return made
 
 
@@ -79,6 +86,38 @@ def test_a_step_of_few_tokens_folds_every_layer_and_gives_the_same_logits(
     definitions.calls = 0
     assert_same_logits(folded, step_logits(fused_view(model)[0], tokens=21)[:9])
     assert definitions.calls == 0
+
+
+def test_a_step_of_one_token_chains_each_layer_with_the_next_and_gives_the_same_logits(
+    definitions: Definitions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer's QKV and the last layer's products are left."""
+    view, _ = fused_view(packed_model("cpu", mlp=768))
+    chained = step_logits(view, tokens=1)
+    assert len(definitions.exchanges) == 2 and definitions.calls == 1 + (CALLS_OF_A_LAYER - 1)
+    first, second = definitions.exchanges
+    assert first.data_ptr() != second.data_ptr() and (first == -1).all() and (second == -1).all()
+    step_logits(view, tokens=1)
+    assert len({exchange.data_ptr() for exchange in definitions.exchanges}) == 4
+    definitions.exchanges.clear()
+    monkeypatch.setattr("hf_paged.fused_layer.MAX_CHAIN_ROWS", 0)
+    assert_same_logits(chained, step_logits(view, tokens=1))
+    assert not definitions.exchanges
+
+
+def test_a_layer_before_one_that_somebody_watches_is_no_chain(definitions: Definitions) -> None:
+    """That one multiplies by itself, and another stream of hidden states is not the one that was multiplied."""
+    view, _ = fused_view(packed_model("cpu", mlp=768))
+    chained = step_logits(view, tokens=1)
+    definitions.exchanges.clear()
+    seen: list[Tensor] = []
+    hook = view.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    assert_same_logits(step_logits(view, tokens=1), chained)
+    assert not definitions.exchanges and seen
+    hook.remove()
+    view.model.layers[0].register_forward_hook(lambda module, args, output: output * 1)
+    assert_same_logits(step_logits(view, tokens=1), chained)
+    assert len(definitions.exchanges) == 2
 
 
 def test_a_layer_that_somebody_watches_does_not_fold_and_still_gets_its_norm(definitions: Definitions) -> None:

@@ -1,0 +1,109 @@
+"""The four products between two attentions as one kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernels.test_folded_linear import assert_close, random_norm, random_weight, rows
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+
+from hf_paged.kernels.cuda_kernel import compile_cubin, nvrtc
+from hf_paged.kernels.layer_chain import (
+    MAX_CHAIN_ROWS,
+    LayerChain,
+    layer_chain,
+    layer_chain_reference,
+    new_exchange,
+    source,
+)
+from hf_paged.kernels.packed_weight import packed_linear_reference
+from hf_paged.kernels.reference_fused import gated_activation, rms_norm
+
+SHAPES = {  # channels of attention, hidden, of the MLP, outputs of QKV
+    "llama-3-8b": (4096, 4096, 14336, 6144),
+    "llama-2-13b": (5120, 5120, 13824, 15360),
+    "small": (768, 640, 1152, 912),
+}
+
+
+def random_chain(shape: str, device: str = "cpu") -> LayerChain:
+    attended, hidden, mlp, qkv = SHAPES[shape]
+    weights = [
+        random_weight(n, k, device=device)
+        for n, k in ((hidden, attended), (2 * mlp, hidden), (hidden, mlp), (qkv, hidden))
+    ]
+    bias = rows(1, qkv, device)[0]
+    norms = random_norm(hidden, device), random_norm(hidden, device, 1.0)
+    chain = LayerChain.of(weights, (None, None, None, bias), norms)
+    assert chain is not None
+    return chain
+
+
+def test_the_definition_is_what_the_layer_computes_kernel_by_kernel() -> None:
+    chain, x, residual = random_chain("small"), rows(2, 768), rows(2, 640) * 4
+    output, gate_up, down, qkv = chain.weights
+    hidden = residual + packed_linear_reference(x, output, None)
+    gate, up = packed_linear_reference(rms_norm(hidden, chain.norms[0]), gate_up, None).chunk(2, -1)
+    hidden = hidden + packed_linear_reference(gated_activation(gate, up, "silu", None), down, None)
+    total, projected = layer_chain_reference(x, residual, chain)
+    assert_close(total, hidden, 4)
+    assert_close(projected, packed_linear_reference(rms_norm(hidden, chain.norms[1]), qkv, chain.bias), 8)
+
+
+def test_weights_that_the_kernel_does_not_know_make_no_chain() -> None:
+    chain = random_chain("small")
+    biases = (None, None, None, chain.bias)
+    for part in range(4):
+        for other in ("zeros", "group", "order", "scales"):
+            weights = list(chain.weights)
+            n, k = weights[part].out_features, weights[part].in_features
+            if other == "zeros":
+                weights[part] = random_weight(n, k, zeros=True)
+            elif other == "group":
+                weights[part] = random_weight(n, k, group=64)
+            elif other == "order":
+                weights[part] = replace(weights[part], perm=torch.arange(k, dtype=torch.int32))
+            else:
+                weights[part] = replace(weights[part], scales=weights[part].scales.float())
+            assert LayerChain.of(weights, biases, chain.norms) is None, (part, other)
+    assert LayerChain.of(chain.weights, (chain.bias, *biases[1:]), chain.norms) is None
+    assert LayerChain.of(chain.weights, biases, chain.norms) is not None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_compiles_and_leaves_room_beside_it(shape: str) -> None:
+    """Here, without a GPU."""
+    try:
+        nvrtc()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    for m in range(1, MAX_CHAIN_ROWS + 1):
+        made = random_chain(shape).shape(m, 132)
+        assert made.shared_bytes <= 220 * 1024 and made.stages >= 4
+        assert compile_cubin(source(made), "layer_chain", "sm_90a")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", range(1, MAX_CHAIN_ROWS + 1))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_chain_equals_its_definition_again_and_again(shape: str, m: int) -> None:
+    """Nothing depends on which program is first, and a number that is none gets through."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for Hopper")
+    chain = random_chain(shape, "cuda")
+    x, residual = rows(m, SHAPES[shape][0], "cuda"), rows(m, SHAPES[shape][1], "cuda") * 4
+    total, projected = layer_chain_reference(x, residual, chain)
+    exchange = new_exchange(chain, m, 20)
+    first: list[Tensor] = []
+    for memory in exchange:
+        results = layer_chain(x, residual, chain, memory)
+        assert_close(results[0], total, 2)
+        assert_close(results[1], projected, 4)
+        first = first or list(results)
+        assert torch.equal(results[0], first[0]) and torch.equal(results[1], first[1])
+    x[0, 5] = float("nan")
+    assert layer_chain(x, residual, chain, new_exchange(chain, m, 1)[0])[1][0].isnan().all()
