@@ -25,29 +25,38 @@ Conversation = list[dict[str, str]]
 _MAX_TOKENS = 512  # an answer of a chat model ends by itself; this ends one that does not
 
 
+_Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Default: standard input, one per line.")]
+_File = Annotated[
+    Path | None,
+    typer.Option(help='Prompts from a text file, one per line, or from .jsonl: "text", {"prompt"} or {"messages"}.'),
+]
+_Temperature = Annotated[
+    float | None,
+    typer.Option(
+        help="0 = greedy. Default of this and the next three: the model's generation_config. If that does not "
+        "sample: 0, but 1 where -n, --seed or one of the next three is given."
+    ),
+]
+_RecentBlock = Annotated[
+    bool, typer.Option("--kv-recent-block", help="Keep each sequence's current block in 16 bits beside its codes.")
+]
+_MemoryShare = Annotated[float, typer.Option(help="Share of the GPU's memory for weights, activations and KV blocks.")]
+_Graphs = Annotated[
+    bool | None,
+    typer.Option(help="Replay captured decode steps, CUDA graphs on a GPU; default: where they can be captured."),
+]
+
+
 def generate(
     model: cli.Model,
-    prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="Default: standard input, one per line.")
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            help='Prompts from a text file, one per line, or from .jsonl: "text", {"prompt"} or {"messages"}.'
-        ),
-    ] = None,
+    prompts: _Prompts = None,
+    file: _File = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message of every chat.")] = None,
     json_output: cli.JSONOutput = False,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt, at most.")] = _MAX_TOKENS,
     min_tokens: Annotated[int, typer.Option(help="Tokens before a stop may end it.")] = SamplingParams.min_tokens,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="0 = greedy. Default of this and the next three: the model's generation_config. If that does not "
-            "sample: 0, but 1 where -n, --seed or one of the next three is given."
-        ),
-    ] = None,
+    temperature: _Temperature = None,
     top_p: Annotated[float | None, typer.Option(help="Likeliest tokens that make up this share; 1 = off.")] = None,
     top_k: Annotated[int | None, typer.Option(help="0 = off.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Of the likeliest token's probability; 0 = off.")] = None,
@@ -62,24 +71,17 @@ def generate(
     skip_layers: cli.SkipLayers = None,
     kv_scales: KVScales = EngineConfig.kv_scales,
     kv_error_budget: KVErrorBudget = "auto",
-    kv_recent_block: Annotated[
-        bool, typer.Option("--kv-recent-block", help="Keep each sequence's current block in 16 bits beside its codes.")
-    ] = EngineConfig.kv_recent_block,
+    kv_recent_block: _RecentBlock = EngineConfig.kv_recent_block,
     block_size: cli.BlockSize = EngineConfig.block_size,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks; default: what fits.")] = EngineConfig.num_blocks,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option(help="Share of the GPU's memory for weights, activations and KV blocks.")
-    ] = EngineConfig.gpu_memory_utilization,
+    gpu_memory_utilization: _MemoryShare = EngineConfig.gpu_memory_utilization,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.")] = EngineConfig.max_num_seqs,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step.")] = EngineConfig.max_num_batched_tokens,
     max_model_len: Annotated[int | None, typer.Option(help="Prompt + output; default: the model's.")] = None,
     prefix_caching: Annotated[bool, typer.Option(help="Share blocks of equal prompt beginnings.")] = True,
     swap_space: Annotated[float, typer.Option(help="GiB of CPU memory for preempted requests.")] = 0.0,
     fuse: Annotated[bool | None, typer.Option(help="Join small operations into fused ones; default: yes.")] = None,
-    cuda_graphs: Annotated[
-        bool | None,
-        typer.Option(help="Replay captured decode steps, CUDA graphs on a GPU; default: where they can be captured."),
-    ] = None,
+    cuda_graphs: _Graphs = None,
     dtype: cli.WeightDType = cli.DType.auto,
     device: cli.Device = None,
 ) -> None:

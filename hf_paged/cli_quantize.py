@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,58 +23,70 @@ _FEWEST_TOKENS = 16  # of a text to evaluate on
 _Switch = bool | None  # None: the method's default
 
 
+_Output = Annotated[Path, typer.Option("--output", "-o", help="The new folder; nothing is overwritten.")]
+_GroupSize = Annotated[
+    int | None, typer.Option(help="Input channels per scale, -1: all.  [default: 128; fp8 and int8: -1]")
+]
+_Sym = Annotated[
+    _Switch, typer.Option("--sym/--asym", help="Without or with zero points.  [default: --sym; awq: --asym]")
+]
+_Form = Annotated[
+    str, typer.Option("--format", help="auto, awq, gptq, gptq_v2 or compressed-tensors: what is written.")
+]
+_ActOrder = Annotated[
+    _Switch, typer.Option("--act-order/--no-act-order", help="gptq: large activations first.  [default: gptq yes]")
+]
+_Asymmetry = Annotated[
+    float | None, typer.Option(help="gptq, awq: share of earlier layers' errors to make up for.  [default: 0.5]")
+]
+_Damping = Annotated[float, typer.Option(help="gptq, awq: share of the Hessian's mean added to its diagonal.")]
+_Descent = Annotated[
+    bool, typer.Option(help="gptq, awq: then move codes one by one to where the output's error is least.")
+]
+_ActivationsFrom = Annotated[
+    int, typer.Option(help="fp8: inputs are rounded from this layer on, those before keep 16 bits.")
+]
+_Skip = Annotated[
+    list[str] | None, typer.Option(help="A regular expression; linears whose name has it stay plain. Repeatable.")
+]
+_Calibration = Annotated[
+    str | None, typer.Option(help="awq, gptq: a text or JSONL file, or a data set as NAME[:CONFIG].")
+]
+_Samples = Annotated[
+    int | None, typer.Option(help="Windows of calibration text.  [default: 262,144 tokens, so 128 of 2048]")
+]
+_Seqlen = Annotated[int | None, typer.Option(help="Tokens per window.  [default: 2048, or the model's context]")]
+_Evaluate = Annotated[
+    Path | None, typer.Option(help="A text: its perplexity before and after.", exists=True, dir_okay=False)
+]
+
+
 def quantize(
     model: cli.Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The new folder; nothing is overwritten.")],
+    output: _Output,
     method: Annotated[str, typer.Option(help="awq, gptq, rtn, fp8 or int8.")] = "gptq",
     bits: Annotated[int | None, typer.Option(help="2, 3, 4 or 8.  [default: 4; fp8 and int8: 8]")] = None,
-    group_size: Annotated[
-        int | None, typer.Option(help="Input channels per scale, -1: all.  [default: 128; fp8 and int8: -1]")
-    ] = None,
-    sym: Annotated[
-        _Switch, typer.Option("--sym/--asym", help="Without or with zero points.  [default: --sym; awq: --asym]")
-    ] = None,
-    form: Annotated[
-        str, typer.Option("--format", help="auto, awq, gptq, gptq_v2 or compressed-tensors: what is written.")
-    ] = "auto",
-    act_order: Annotated[
-        _Switch, typer.Option("--act-order/--no-act-order", help="gptq: large activations first.  [default: gptq yes]")
-    ] = None,
+    group_size: _GroupSize = None,
+    sym: _Sym = None,
+    form: _Form = "auto",
+    act_order: _ActOrder = None,
     static_groups: Annotated[bool, typer.Option(help="gptq with act-order: groups lie in the natural order.")] = True,
     mse: Annotated[_Switch, typer.Option(help="gptq, rtn: search each group's range.  [default: gptq yes]")] = None,
     scale: Annotated[bool, typer.Option("--scale", help="gptq: scale channels first, as awq does.")] = False,
-    asymmetry: Annotated[
-        float | None, typer.Option(help="gptq, awq: share of earlier layers' errors to make up for.  [default: 0.5]")
-    ] = None,
-    damping: Annotated[
-        float, typer.Option(help="gptq, awq: share of the Hessian's mean added to its diagonal.")
-    ] = 0.01,
+    asymmetry: _Asymmetry = None,
+    damping: _Damping = 0.01,
     true_sequential: Annotated[bool, typer.Option(help="gptq, awq: linears see what those before became.")] = True,
     clip: Annotated[bool, typer.Option(help="awq: search each group's range.")] = True,
-    descent: Annotated[
-        bool, typer.Option(help="gptq, awq: then move codes one by one to where the output's error is least.")
-    ] = True,
-    activations_from: Annotated[
-        int, typer.Option(help="fp8: inputs are rounded from this layer on, those before keep 16 bits.")
-    ] = 1,
-    skip: Annotated[
-        list[str] | None, typer.Option(help="A regular expression; linears whose name has it stay plain. Repeatable.")
-    ] = None,
-    calibration: Annotated[
-        str | None, typer.Option(help="awq, gptq: a text or JSONL file, or a data set as NAME[:CONFIG].")
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option(help="Windows of calibration text.  [default: 262,144 tokens, so 128 of 2048]")
-    ] = None,
-    seqlen: Annotated[
-        int | None, typer.Option(help="Tokens per window.  [default: 2048, or the model's context]")
-    ] = None,
+    descent: _Descent = True,
+    activations_from: _ActivationsFrom = 1,
+    skip: _Skip = None,
+    calibration: _Calibration = None,
+    samples: _Samples = None,
+    seqlen: _Seqlen = None,
     seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
     device: cli.Device = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an unfinished run into the same output.")] = False,
-    evaluate: Annotated[
-        Path | None, typer.Option(help="A text: its perplexity before and after.", exists=True, dir_okay=False)
-    ] = None,
+    evaluate: _Evaluate = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the error of each layer: a .png, .svg or .pdf file.")] = None,
     as_json: cli.JSONOutput = False,
 ) -> None:
@@ -87,7 +101,6 @@ def quantize(
         "skip": tuple(skip or ()), "seed": seed, "samples": samples, "seqlen": seqlen,
     }  # fmt: skip
     support.check_plot(plot)
-    from hf_paged.quant.partial_output import partial_folder
     from hf_paged.quant.quantize import quantize as run
     from hf_paged.quant.quantize_config import QuantizeConfig
     from hf_paged.quant.quantize_report import plot_errors
@@ -97,13 +110,8 @@ def quantize(
         raise typer.BadParameter(f"--calibration does not go with --method {method}, which looks at no activations")
     cli.quiet_unless_terminal()
     text_ids = None if evaluate is None else _token_ids(cli.existing(model), evaluate)
-    try:
+    with _telling_how_to_go_on(output):
         report = run(cli.existing(model), config, calibration, output=output, device=cli.usable(device), resume=resume)
-    except KeyboardInterrupt:
-        if partial_folder(output).exists():
-            message = f"finished layers are in {partial_folder(output)}: --resume continues"
-            cli.ERR.print(message, markup=False, highlight=False)
-        raise
     if evaluate is not None and text_ids is not None:
         change = _evaluate(model, output, text_ids, device)
         report = replace(report, evaluation={"text": evaluate.name, **change})
@@ -114,6 +122,20 @@ def quantize(
         _print(report)
     if plot is not None:
         plot_errors(report, plot)
+
+
+@contextmanager
+def _telling_how_to_go_on(output: Path) -> Iterator[None]:
+    """After Ctrl-C, where something was finished."""
+    from hf_paged.quant.partial_output import partial_folder
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if partial_folder(output).exists():
+            message = f"finished layers are in {partial_folder(output)}: --resume continues"
+            cli.ERR.print(message, markup=False, highlight=False)
+        raise
 
 
 def _token_ids(model: str, text: Path) -> list[int]:

@@ -9,7 +9,7 @@ live pages once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -220,19 +220,21 @@ def paged_attention(
     out = query.new_zeros(tokens, heads, layer.v.head_dim)
     if decoded is not None:
         out[:num_decodes] = decoded
-    starts = meta.cu_seqlens_q.tolist()
-    seq_lens = meta.seq_lens.tolist()
-    for i in range(num_decodes, meta.num_seqs):
-        rows = slice(starts[i], starts[i + 1])
-        if rows.stop > rows.start and seq_lens[i]:
-            own = q[rows].to(compute)
-            tile = _KEY_TILE if own.dtype == query.dtype and softcap is None and sinks is None else 1
-            of_rows = None if sinks is None else sinks[rows]
-            kept = None if recent is None else (recent.key[rows].to(compute), recent.value[rows].to(compute))
-            out[rows] = _prefill(
-                own, layer, meta.block_tables[i], seq_lens[i], scale, window, softcap, of_rows, tile, kept
-            )
+    tile = _KEY_TILE if compute == query.dtype and softcap is None and sinks is None else 1
+    for i, rows, seq_len in _prompts(meta):
+        of_rows = None if sinks is None else sinks[rows]
+        kept = None if recent is None else (recent.key[rows].to(compute), recent.value[rows].to(compute))
+        own, table = q[rows].to(compute), meta.block_tables[i]
+        out[rows] = _prefill(own, layer, table, seq_len, scale, window, softcap, of_rows, tile, kept)
     return out
+
+
+def _prompts(meta: AttentionMetadata) -> Iterator[tuple[int, slice, int]]:
+    """Of each sequence behind the decodes that has queries and keys: index, rows of its queries, length."""
+    starts, seq_lens = meta.cu_seqlens_q.tolist(), meta.seq_lens.tolist()
+    for i in range(meta.num_decodes, meta.num_seqs):
+        if starts[i + 1] > starts[i] and seq_lens[i]:
+            yield i, slice(starts[i], starts[i + 1]), seq_lens[i]
 
 
 def _decode(

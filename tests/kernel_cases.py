@@ -129,25 +129,12 @@ def make_case(shape: Shape, seed: int = 0) -> Case:
         return torch.randn(*size, generator=generator)
 
     v_dim = shape.v_head_dim or shape.head_dim
-    bs = shape.block_size
-    blocks_needed = [-(-n // bs) for n in shape.seq_lens]
-    num_blocks = sum(blocks_needed) + 1
-    ids = torch.randperm(num_blocks - 1, generator=generator) + 1
-    tables = torch.zeros(len(shape.seq_lens), max(*blocks_needed, 1) + 1, dtype=torch.int32)
-    for i, blocks in enumerate(ids.split(blocks_needed)):
-        tables[i, : len(blocks)] = blocks
+    tables, all_slots = _tables(shape, generator)
+    num_blocks, bs = sum(-(-n // shape.block_size) for n in shape.seq_lens) + 1, shape.block_size
     layer = LayerKV(
         k=empty_pages(num_blocks, shape.kv_heads, bs, shape.head_dim, shape.k_format),
         v=empty_pages(num_blocks, shape.kv_heads, bs, v_dim, shape.v_format or shape.k_format),
     )
-    all_slots = []
-    for table, seq_len, q_len in zip(tables, shape.seq_lens, shape.q_lens, strict=True):
-        position = torch.arange(seq_len)
-        slots = table[position // bs].long() * bs + position % bs
-        oldest = max(seq_len - q_len - shape.window + 1, 0) if shape.window else 0  # older blocks were freed
-        slots = torch.where(position < oldest // bs * bs, -1, slots)
-        table[: oldest // bs] = 0
-        all_slots.append(slots)
     total = sum(shape.seq_lens)
     # an offset on V makes a wrong softmax denominator visible, an outlier channel a wrong scale
     key = randn(total, shape.kv_heads, shape.head_dim)
@@ -194,6 +181,24 @@ def make_case(shape: Shape, seed: int = 0) -> Case:
         },
     )
     return to_device(case, shape.device) if shape.device != "cpu" else case
+
+
+def _tables(shape: Shape, generator: torch.Generator) -> tuple[Tensor, list[Tensor]]:
+    """Block tables `[sequences, longest + 1]` of blocks all over the pages, and each sequence's slots (-1: freed)."""
+    bs = shape.block_size
+    blocks_needed = [-(-n // bs) for n in shape.seq_lens]
+    ids = torch.randperm(sum(blocks_needed), generator=generator) + 1
+    tables = torch.zeros(len(shape.seq_lens), max(*blocks_needed, 1) + 1, dtype=torch.int32)
+    for i, blocks in enumerate(ids.split(blocks_needed)):
+        tables[i, : len(blocks)] = blocks
+    all_slots = []
+    for table, seq_len, q_len in zip(tables, shape.seq_lens, shape.q_lens, strict=True):
+        position = torch.arange(seq_len)
+        slots = table[position // bs].long() * bs + position % bs
+        oldest = max(seq_len - q_len - shape.window + 1, 0) if shape.window else 0  # older blocks were freed
+        all_slots.append(torch.where(position < oldest // bs * bs, -1, slots))
+        table[: oldest // bs] = 0
+    return tables, all_slots
 
 
 def _keep_current_blocks(
