@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from hf_paged.private_transformers import initialize
 from hf_paged.quant.layout import Layout
 from hf_paged.quant.linear import PackedLinear
 
@@ -79,7 +80,7 @@ def _random_model(config: LlamaConfig, dtype: torch.dtype, device: str, weight_b
         if isinstance(module, PackedLinear):
             _fill(module)
         else:
-            model._init_weights(module)
+            initialize(model, module)
     model.tie_weights()
     return model
 

@@ -21,6 +21,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from hf_paged.config import EngineConfig
 from hf_paged.engine import Engine
 from hf_paged.engine_registry import ENGINES
+from hf_paged.private_transformers import pad_token
 from hf_paged.request import FinishReason, Request
 from hf_paged.sampling_params import SamplingParams
 
@@ -138,7 +139,8 @@ def _padded(input_ids: Tensor, rows: list[list[int]], config: GenerationConfig) 
 
 
 def _pad_id(config: GenerationConfig) -> int:
-    return 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    token = pad_token(config)
+    return 0 if token is None else int(token)
 
 
 class _Lockstep:
@@ -164,7 +166,7 @@ class _Lockstep:
         process: Callable[..., Tensor] = processors
         input_ids = self._input_ids
         alive = torch.ones(len(self._requests), dtype=torch.long, device=input_ids.device)
-        pad = config._pad_token_tensor
+        pad = pad_token(config)
         pads_ended_rows = pad is not None and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         try:
             for request in self._requests:

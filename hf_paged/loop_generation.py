@@ -18,6 +18,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from hf_paged.config import EngineConfig
 from hf_paged.packed_model import CACHE_KEYWORD
 from hf_paged.paged_cache import PagedCache
+from hf_paged.private_transformers import check_mode
 
 Loop = Callable[..., Any]  # GenerationMixin._sample and its like, unbound
 
@@ -49,8 +50,7 @@ def loop_of(model: PreTrainedModel, generation_config: GenerationConfig, argumen
     loop: Loop | None = getattr(type(model), name, None)
     if loop is None:
         raise ValueError(f'cache_implementation="paged" cannot run {mode.value}: Transformers moved it to {name}')
-    mixin: Any = model
-    mixin._validate_generation_mode(mode, generation_config, arguments.given())
+    check_mode(model, mode, generation_config, arguments.given())
     return loop
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_paged.attention import ATTENTION_NAME
+from hf_paged.private_transformers import takes_attention
 
 _SIMPLE = (bool, int, float, str, type(None))
 
@@ -29,7 +30,7 @@ def build_view(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: the model does not use Transformers' attention interface (named).
     """
-    if getattr(model.config, "_attn_implementation", None) is None or not model._can_set_attn_implementation():
+    if not takes_attention(model):
         raise ValueError(f"{type(model).__name__} does not use Transformers' attention interface and cannot be paged")
     tensors = chain(model.parameters(), model.buffers())
     view = copy.deepcopy(model, {id(x): x for x in chain(tensors, _outside_hooks(model))})

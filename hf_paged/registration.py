@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GenerationM
 
 from hf_paged.attention import ATTENTION_NAME, paged_attention_forward, paged_attention_mask
 from hf_paged.generation import wrap_generate
+from hf_paged.private_transformers import forget_attention
 from hf_paged.quant import registry
 from hf_paged.served_models import forget_models
 
@@ -50,8 +51,7 @@ def unregister() -> None:
         if not _is_hook(current):
             raise RuntimeError("GenerationMixin.generate was wrapped after hf_paged was registered; undo that first")
         _set_generate(current.__dict__[_REPLACED])
-    AttentionInterface._global_mapping.pop(ATTENTION_NAME, None)
-    AttentionMaskInterface._global_mapping.pop(ATTENTION_NAME, None)
+    forget_attention(ATTENTION_NAME)
     forget_models()
     registry.unregister()
 

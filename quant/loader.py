@@ -23,6 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_paged.kernels.packed_linear import fits_kernel
 from hf_paged.kernels.packed_weight import field_bits
+from hf_paged.private_transformers import skip_initialization
 from hf_paged.quant.check import check_kernels, check_order, check_values
 from hf_paged.quant.config import CheckpointConfig
 from hf_paged.quant.convert import Repack, converters
@@ -242,7 +243,7 @@ def _mark_initialized(model: PreTrainedModel, names: Sequence[str]) -> None:
         parent = model.get_submodule(name.rpartition(".")[0])
         own = [*parent.parameters(recurse=False), *parent.buffers(recurse=False)]
         for module in [model.get_submodule(name), *([] if own else [parent])]:
-            module.__dict__["_is_hf_initialized"] = True
+            skip_initialization(module)
 
 
 def _offloaded(module: nn.Module) -> bool:

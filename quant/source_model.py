@@ -24,6 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from hf_paged.private_transformers import find_file
 from hf_paged.quant.experts import PROJECTIONS
 from hf_paged.quant.header import read_header
 from hf_paged.quant.unfused_experts import UnfusedExperts, can_unfuse
@@ -209,7 +210,7 @@ def _attention(config: Any) -> dict[str, str]:
 
 def _weight_files(path: str) -> list[str]:
     """The safetensors files of a folder or hub name."""
-    index = cached_file(path, _INDEX, _raise_exceptions_for_missing_entries=False)
+    index = find_file(path, _INDEX)
     if index is not None:
         try:
             files, _ = get_checkpoint_shard_files(path, index)
@@ -218,7 +219,7 @@ def _weight_files(path: str) -> list[str]:
         if missing := [file for file in files if not Path(file).is_file()]:
             raise ValueError(f"model {path}: {_INDEX} names {Path(missing[0]).name}, which is not there")
         return list(files)
-    single = cached_file(path, _SINGLE, _raise_exceptions_for_missing_entries=False)
+    single = find_file(path, _SINGLE)
     if single is None:
         raise ValueError(f"model {path}: expected {_SINGLE} or {_INDEX}; save it with Transformers first")
     return [single]
