@@ -150,3 +150,17 @@ def test_folded_layers_give_the_logits_of_fused_ones_on_the_gpu(
     assert len(calls) == 2 * 3
     monkeypatch.setattr(folded_layer, "can_fold", lambda x, weight: False)
     assert_same_logits(folded, step_logits(view, tokens=7))
+
+
+@pytest.mark.gpu
+def test_chained_layers_give_the_logits_of_fused_ones_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("layers fold on Hopper only")
+    view, _ = fused_view(packed_model("cuda", mlp=768))
+    calls = []
+    kernel = folded_layer.layer_chain
+    monkeypatch.setattr(folded_layer, "layer_chain", lambda *args: calls.append(1) or kernel(*args))
+    chained = step_logits(view, tokens=1)
+    assert len(calls) == 2
+    monkeypatch.setattr(folded_layer, "can_fold", lambda x, weight: False)
+    assert_same_logits(chained, step_logits(view, tokens=1))
