@@ -6,6 +6,7 @@ one kernel (`kernels/layer_chain.py`), and a step has four kernels a layer inste
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,8 +56,7 @@ class FoldedLayer:
         weights = [_weight(part) for part in (fused.projections, fused.output, fused_mlp.projections, fused_mlp.down)]
         if not all(weight is not None and can_fold(hidden[0], weight) for weight in weights):
             return None
-        orders = (input_norm.order, fused.output_order, mlp_norm.order, fused_mlp.down_order)
-        if any(weight.perm is not order for weight, order in zip(weights, orders, strict=True) if weight is not None):
+        if input_norm.order is not fused.projections.order or mlp_norm.order is not fused_mlp.projections.order:
             return None
         folded = cls(fused, fused_mlp, mlp_norm, next_norm)
         return folded if folded._gate_up.bias is None and folded._gate_up.weight.out_features % 128 == 0 else None
@@ -93,7 +93,9 @@ class FoldedLayer:
         total, open_norm = folded_sum(attended, *self._output.operands, hidden[0], self._mlp_norm)
         assert open_norm is not None
         gated = folded_linear(open_norm, *self._gate_up.operands, gated=True, places=self._down_places)
-        total, open_norm = folded_sum(gated, *self._down.operands, total, self._next_norm)
+        down, bias, locks = self._down.operands
+        down = down if self._down_places is None else replace(down, perm=None)
+        total, open_norm = folded_sum(gated, down, bias, locks, total, self._next_norm)
         result = total.unsqueeze(0)
         if open_norm is not None:
             context.carried = (result, open_norm)

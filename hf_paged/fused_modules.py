@@ -42,8 +42,6 @@ class RotaryCall:
     softcap: float | None
     sinks: Tensor | None  # [num_heads]
     is_last: bool = False  # attend to the context's `wanted` tokens only
-    order: Tensor | None = None  # of the result's channels, [num_heads * v_head_dim] int32 as that of a norm
-    places: Tensor | None = None  # the inverse of it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +61,7 @@ class RotaryContext(ABC):
 
     @abstractmethod
     def attend_rotary(self, call: RotaryCall) -> Tensor:
-        """Store the call's keys and values, attend, return [T, num_heads, v_head_dim] in the call's order."""
+        """Store the call's keys and values, attend, return [T, num_heads, v_head_dim]."""
 
     def take_norm(self, hidden: Tensor) -> Tensor | OpenNorm | Projected | None:
         """The norm of `hidden` where the layer before left it."""
@@ -151,8 +149,6 @@ class FusedAttention:
     softcap: float | None
     sinks: Tensor | None
     output: nn.Module
-    output_order: Tensor | None  # of the channels that `output` reads, if it has one
-    output_places: Tensor | None  # the inverse of it
     is_last: bool = False  # of the layers, see `FusedLayer`
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -160,11 +156,10 @@ class FusedAttention:
         if args or not isinstance(context, RotaryContext):
             return own_of(self.own)(hidden_states, *args, **kwargs)
         out = self.attend(self.heads(hidden_states, ordered=kwargs.get("ordered", False)), context, kwargs)
-        out = out.flatten(1).unsqueeze(0)
-        return (self.output(out) if self.output_order is None else as_packed(self.output).ordered(out)), None
+        return self.output(out.flatten(1).unsqueeze(0)), None
 
     def attend(self, heads: tuple[Tensor, Tensor, Tensor], context: RotaryContext, kwargs: dict[str, Any]) -> Tensor:
-        """`[T, num_heads, v_head_dim]`, in `output_order`, of what `heads` gives and the call's keywords."""
+        """`[T, num_heads, v_head_dim]` of Q, K and V as `heads` gives them, and the call's keywords."""
         query, key, value = heads
         cos = sin = query  # not read
         if self.rope.rotary_dim:
@@ -184,8 +179,6 @@ class FusedAttention:
             softcap=self.softcap,
             sinks=self.sinks,
             is_last=self.is_last,
-            order=self.output_order,
-            places=self.output_places,
         )
         return context.attend_rotary(call)
 

@@ -311,8 +311,7 @@ class _Replay(RotaryContext):
             if error := differs(actual, expected):
                 raise NotFused(f"fused {name} differs: {error}")
         self.rotated = True
-        attended = self._attended[0]
-        return attended if call.order is None else attended.flatten(1)[:, call.order].view_as(attended)
+        return self._attended[0]
 
 
 def _small_pages(call: RotaryCall) -> tuple[LayerKV, Tensor]:

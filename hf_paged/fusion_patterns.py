@@ -153,22 +153,16 @@ def recognise_mlp(call: TracedCall, shared: set[int]) -> tuple[FusedMLP, str | N
         projections = SplitLinear(inputs[0].module, [part.shape[-1] for part in parts])
     else:
         projections, reason = join([child.module for child in inputs], shared)
-    order, places = _input_order(down.module)
+    order = None if wrapped(down.module) else input_order([down.module])
     fused = FusedMLP(
         projections=projections,
         gate_first=position[0] == 0,
         activation=kind,
         down=down.module,
         down_order=order,
-        down_places=places,
+        down_places=None if order is None else inverse(order),
     )
     return fused, reason
-
-
-def _input_order(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """The order in which a linear reads its channels, if it has one that callers may know of, and the inverse."""
-    order = None if wrapped(module) else input_order([module])
-    return order, None if order is None else inverse(order)
 
 
 def _same_start(a: object, b: Tensor) -> bool:
@@ -204,7 +198,6 @@ def recognise_attention(
         projections = SplitLinear(inputs[0].module, [inputs[0].output.shape[-1]])
     else:
         projections = SplitLinear(inputs[0].module, [x[0].numel() for x in (query, key, value)])
-    order, places = _input_order(last.module)
     fused = FusedAttention(
         own=own_forward(call.module),
         layer_idx=asked.layer_idx,
@@ -220,8 +213,6 @@ def recognise_attention(
         softcap=asked.softcap,
         sinks=asked.sinks,
         output=last.module,
-        output_order=order,
-        output_places=places,
     )
     return fused, reason
 

@@ -64,7 +64,7 @@ class StepContext(RotaryContext):
         )  # fmt: skip
         if call.is_last and self.wanted is not None:
             query, meta = query[self.wanted], of_last_tokens(meta, self.wanted)
-        return self._attended(query, layer, meta, call, recent, call.order, call.places)
+        return self._attended(query, layer, meta, call, recent)
 
     def _attended(
         self,
@@ -73,17 +73,14 @@ class StepContext(RotaryContext):
         meta: AttentionMetadata,
         call: AttentionCall | RotaryCall,
         recent: RecentRows | None,
-        order: Tensor | None = None,
-        places: Tensor | None = None,
     ) -> Tensor:
         """Attention of a query that was made to meet stored keys, over the values that were stored."""
         sinks = call.sinks
         if layer.transform is not None:
             sinks = layer.transform.sinks(sinks, query, call.scale)
         return paged_attention(
-            query, layer, meta, scale=call.scale, window=call.window, softcap=call.softcap, sinks=sinks, recent=recent,
-            order=order, places=places,
-        )  # fmt: skip
+            query, layer, meta, scale=call.scale, window=call.window, softcap=call.softcap, sinks=sinks, recent=recent
+        )
 
     def _pages(self, layer_idx: int) -> tuple[LayerKV, AttentionMetadata]:
         return self._kv_cache.layers[layer_idx], self._metadata[self._kv_cache.group_of[layer_idx]]

@@ -38,17 +38,11 @@ def decode_attention(
     softcap: float | None,
     sinks: Tensor | None,
     config: DecodeConfig | None = None,
-    ordered: Tensor | None = None,
-    places: Tensor | None = None,
 ) -> None:
     """Attention of the first `meta.num_decodes` rows of `query` `[T, heads, head_dim]`, into the same rows of `out`.
 
     Allocates only through torch (graph-safe) and never synchronises. Rows with `seq_lens` 0 become zeros. V's offset is
     added to the others where it is all that `layer.transform` does to the output (`value_offset_of`).
-
-    Args:
-        ordered: like `out`, which it takes the place of: channel i of a row comes to `places[i]`.
-        places: `[heads * v_head_dim]` int32.
     """
     shares = attend_shares(
         query, layer, meta, out, scale=scale, window=window, softcap=softcap, sinks=sinks, config=config
@@ -57,8 +51,6 @@ def decode_attention(
     grid, shape = join_launch(shares, meta.num_decodes, layer.k.tensor.shape[1])
     join_kernel[grid](
         out,
-        out if ordered is None else ordered,
-        meta.seq_lens if places is None else places,
         shares.partial,
         shares.lse,
         meta.seq_lens,
@@ -70,7 +62,6 @@ def decode_attention(
         WINDOW=window is not None,
         SINKS=0 if sinks is None else sinks.dim(),
         OFFSET=offset is not None,
-        ORDERED=places is not None,
         **shape,
     )
 

@@ -12,8 +12,6 @@ from hf_paged.kernels.decode_shares import SCAN, survey, value_offset, visible_t
 @triton.jit(do_not_specialize=["num_seqs", "window", "held"])
 def join_kernel(
     out_ptr,  # [num_seqs, heads, V_DIM]
-    ordered_ptr,  # the same with channels at their places, of all heads, with ORDERED
-    places_ptr,  # [heads * V_DIM] int32
     partial_ptr,  # [held, 2, GROUP, V_DIM] fp32
     lse_ptr,  # [held, 2, GROUP] fp32, base 2
     seq_lens_ptr,  # [num_seqs] int32
@@ -25,8 +23,7 @@ def join_kernel(
     H_BLOCK: tl.constexpr, V_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a program
     TILE: tl.constexpr, LEAST: tl.constexpr, STEP: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, OFFSET: tl.constexpr, ORDERED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Heads of one KV head of one sequence: join their partial results, if there are any; zeros for an empty one."""
     if OVERLAP:  # what follows may start; it waits
@@ -39,22 +36,15 @@ def join_kernel(
     tiles, first, last = programs_of(
         seq, first_head // GROUP, seq_lens_ptr, num_seqs, heads // GROUP, window, held, WINDOW, TILE, LEAST
     )
-    h = tl.arange(0, H_BLOCK)
-    mask = (h < HEADS)[:, None] & (d < V_DIM)[None, :]
-    channel = (first_head + h)[:, None] * V_DIM + d[None, :]
-    out = out_ptr + seq.to(tl.int64) * heads * V_DIM + channel
-    to = out
-    if ORDERED:  # places are part of a weight, which no kernel of a step writes
-        place = tl.load(places_ptr + channel, mask=mask, other=0)
-        to = ordered_ptr + seq.to(tl.int64) * heads * V_DIM + place
     if OVERLAP:  # every program, whatever it has to do: what follows this kernel follows the other one too
         gdc_wait()
+    h = tl.arange(0, H_BLOCK)
+    out = out_ptr + (seq.to(tl.int64) * heads + first_head + h)[:, None] * V_DIM + d[None, :]
+    mask = (h < HEADS)[:, None] & (d < V_DIM)[None, :]
     if tiles == 0:  # a padded row of a captured graph
-        tl.store(to, tl.zeros([H_BLOCK, COLUMNS], out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out, tl.zeros([H_BLOCK, COLUMNS], out_ptr.dtype.element_ty), mask=mask)
         return
     if first == last:
-        if ORDERED:
-            tl.store(to, tl.load(out, mask=mask, other=0.0), mask=mask)
         return
     top = tl.full([H_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([H_BLOCK], tl.float32)
@@ -63,7 +53,7 @@ def join_kernel(
         top = tl.load(sinks_ptr + at, mask=h < HEADS, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
     result, _ = joined(partial_ptr, lse_ptr, first, last, first_head % GROUP, top, total, d, GROUP, HEADS, V_DIM, STEP)
-    tl.store(to, (result + offset[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out, (result + offset[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hf_paged.kernels import reference
@@ -21,20 +20,13 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     recent: RecentRows | None = None,
-    order: Tensor | None = None,
-    places: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of `query` `[T, heads, head_dim]` over its sequences' values, `[T, heads, v_head_dim]`.
 
     `reference.paged_attention` defines it over what pages hold, `KVTransform.output` what is then done to it; `query`
     meets stored keys. On a GPU nothing synchronises, and a step of decodes alone can be captured in a graph:
     its launch depends on `meta`'s Python bounds only. Rows beyond `cu_seqlens_q[-1]` (padding of a bucketed step) are
-    zeros, transformed.
-
-    Args:
-        recent: the step's own rows, where the layer keeps `recent` blocks.
-        order: `[heads * v_head_dim]` int32, channel i of a row of the result is channel order[i]; None: as heads lie.
-        places: its inverse, given with it.
+    zeros, transformed. `recent`: the step's own rows, where the layer keeps `recent` blocks.
     """
     if not query.is_cuda:
         decoded = None
@@ -49,21 +41,13 @@ def paged_attention(
             query, layer, meta, scale=scale, window=window, softcap=softcap, sinks=sinks, fast=True, decoded=decoded,
             recent=recent,
         )  # fmt: skip
-        return _in_order(restore_output(out, layer.transform), order)
+        return restore_output(out, layer.transform)
     from hf_paged.kernels.decode_attention import decode_attention, value_offset_of  # Triton exists on Linux only
     from hf_paged.kernels.decode_recent import decode_recent
     from hf_paged.kernels.prefill_attention import prefill_attention
 
     only_decodes = meta.num_seqs == meta.num_decodes
-    rotates = layer.transform is not None and layer.transform.rotates_v
     out = (query.new_empty if only_decodes else query.new_zeros)((*query.shape[:2], layer.v.head_dim))
-    if places is not None and only_decodes and layer.recent is None and not rotates:
-        ordered = torch.empty_like(out)
-        decode_attention(
-            query, layer, meta, out, scale=scale, window=window, softcap=softcap, sinks=sinks, ordered=ordered,
-            places=places,
-        )  # fmt: skip
-        return ordered
     if meta.num_decodes and layer.recent is None:
         decode_attention(query, layer, meta, out, scale=scale, window=window, softcap=softcap, sinks=sinks)
     elif meta.num_decodes:
@@ -74,14 +58,4 @@ def paged_attention(
         )
     done = 0 if value_offset_of(layer) is None else meta.num_decodes  # rows that have V's offset already
     restore_output(out[done:], layer.transform)
-    return _in_order(out, order)
-
-
-def _in_order(out: Tensor, order: Tensor | None) -> Tensor:
-    if order is None:
-        return out
-    if not out.is_cuda:
-        return out.flatten(1).index_select(1, order).view_as(out)
-    from hf_paged.kernels.gather_channels import gather_channels
-
-    return gather_channels(out.flatten(1), order).view_as(out)
+    return out

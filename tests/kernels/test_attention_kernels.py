@@ -16,12 +16,10 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 from attention_checks import DEVICE, check, definition_of_mixed, run_decode, run_prefill, run_recent
 
 from hf_paged.kernels import prefill_workspace
-from hf_paged.kernels.decode_attention import decode_attention
 from hf_paged.kernels.decode_config import DecodeConfig
 from hf_paged.kernels.layout import UINT4, PlainPages
 from hf_paged.kernels.paged_attention import paged_attention
 from hf_paged.kernels.prefill_config import PrefillConfig
-from hf_paged.quant.joined_packed import inverse
 
 HALF = {"dtype": torch.float16, "k_format": torch.float16}
 INT8 = {"dtype": torch.float16, "k_format": torch.int8}
@@ -67,31 +65,6 @@ def test_decode_equals_the_definition(name: str, programs: int) -> None:
     case = make_case(shape)
     config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=programs, least=1)
     check(run_decode(case, config), definition(case), shape)
-
-
-@pytest.mark.parametrize("programs", [1, 5])
-def test_channels_come_to_lie_as_the_product_behind_reads_them(programs: int) -> None:
-    """Act-order: of whole heads, joined ones and an empty row."""
-    case = to_device(make_case(replace(FEATURES["int8"], **DECODES)), DEVICE)
-    config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs=programs, least=1)
-    plain = run_decode(case, config).flatten(1)
-    order = torch.randperm(plain.shape[1], generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.int32)
-    out, ordered = torch.full_like(case.query, float("nan")), torch.full_like(case.query, float("nan"))
-    options = {**case.options, "config": config, "ordered": ordered, "places": inverse(order)}
-    decode_attention(case.query, case.layer, case.meta, out, **options)
-    assert torch.equal(ordered.cpu().flatten(1), plain[:, order.cpu()])
-
-
-@pytest.mark.parametrize("lens", [DECODES, PREFILLS], ids=["decodes", "mixed"])
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_attention_in_order_is_attention_put_in_order(name: str, lens: dict[str, tuple[int, ...]]) -> None:
-    """Also where another kernel than the joining one must do it: of prompts, and of rotated values."""
-    case = with_null_block(to_device(make_case(replace(FEATURES[name], **lens)), DEVICE))
-    plain = paged_attention(case.query, case.layer, case.meta, **case.options).flatten(1)
-    order = torch.randperm(plain.shape[1], generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.int32)
-    options = {**case.options, "order": order, "places": inverse(order)}
-    ordered = paged_attention(case.query, case.layer, case.meta, **options)
-    assert torch.equal(ordered.flatten(1), plain[:, order])
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -56,9 +56,8 @@ for k, v, dims, group, tile in [
                  v_scale_ptr="*fp16", **INDICES)
     assert made.metadata.shared == 0, made.metadata.shared
 constants = dict(GROUP=7, HEADS=7, H_BLOCK=8, V_DIM=96, COLUMNS=128, TILE=32, LEAST=2, STEP=8, WINDOW=True, SINKS=2,
-                 OFFSET=True, ORDERED=True, OVERLAP=arch >= 90)
-build(join_kernel, constants, 4, out_ptr="*bf16", ordered_ptr="*bf16", partial_ptr="*fp32", lse_ptr="*fp32",
-      **INDICES, places_ptr="*i32")
+                 OFFSET=True, OVERLAP=arch >= 90)
+build(join_kernel, constants, 4, out_ptr="*bf16", partial_ptr="*fp32", lse_ptr="*fp32", **INDICES)
 constants = dict(DIM=128, BLOCK=128, BLOCK_SIZE=32, WINDOW=True, INT4=False)
 build(_dequantize, constants, 4, out_ptr="*bf16", codes_ptr="*i8", scale_ptr="*fp16", **INDICES)
 constants = dict(GROUP=4, GROUP_BLOCK=4, QUERIES=32, K_DIM=128, V_DIM=128, K_BLOCK=128, V_BLOCK=128, BLOCK_SIZE=1,

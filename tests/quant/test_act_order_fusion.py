@@ -1,4 +1,4 @@
-"""Act-order in fused layers: norms, attention and activations write channels as the weights behind them read them."""
+"""Act-order in fused layers: norms and activations write channels as the weights behind them read them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_fused_layers_with_act_order_give_the_tokens_of_the_dequantized_model(
         assert torch.equal(generated(loaded, prompts), generated(truth, prompts))
 
 
-def test_no_gather_is_left(tmp_path: Path) -> None:
+def test_no_gather_is_left_but_that_of_attention_s_output(tmp_path: Path) -> None:
     """One more kernel before every product costs a decode step 8 to 15%."""
     write_model(tiny_model("llama"), tmp_path, Cell(act_order=True))
     view = fused_view(tmp_path)
@@ -66,8 +66,6 @@ def test_no_gather_is_left(tmp_path: Path) -> None:
         assert isinstance(layer, FusedLayer)
         assert layer.input_norm is not None and layer.input_norm.order is not None
         assert layer.mlp_norm is not None and layer.mlp_norm.order is not None
-    for attention in forwards(view, FusedAttention):
-        assert isinstance(attention, FusedAttention) and attention.output_order is not None
     assert all(isinstance(mlp, FusedMLP) and mlp.down_order is not None for mlp in forwards(view, FusedMLP))
 
 
