@@ -74,8 +74,8 @@ parts = dict.fromkeys(("whole_ptr", "whole_lse_ptr", "partial_ptr", "lse_ptr"), 
 recent = dict(slots_ptr="*i32", starts_ptr="*i32") | {n: "*bf16" for n in ("out_ptr", "q_ptr", "k_ptr", "v_ptr")}
 for group, h_block, columns, keys, warps in ((1, 1, 128, 32, 4), (7, 8, 128, 16, 4)):
     constants = dict(GROUP=group, HEADS=group, H_BLOCK=h_block, ROWS=16, K_DIM=128, V_DIM=128, K_BLOCK=128,
-                     COLUMNS=columns, BLOCK_SIZE=32, KEYS=keys, TILE=32, LEAST=1, STEP=8, SOFTCAP=True, SINKS=2, OFFSET=True,
-                     OVERLAP=arch >= 90)
+                     COLUMNS=columns, BLOCK_SIZE=32, KEYS=keys, TILE=32, LEAST=1, STEP=8, SOFTCAP=True, SINKS=2,
+                     OFFSET=True, OVERLAP=arch >= 90)
     build(join_recent_kernel, constants, warps, **parts, **recent, **INDICES)
 print("compiled", arch)
 """
