@@ -17,12 +17,15 @@ def read_text(path: Path) -> str:
     """A UTF-8 file.
 
     Raises:
-        ValueError: it is no UTF-8 text.
+        ValueError: it is no UTF-8 text, or empty.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from error
+    if not text.strip():
+        raise ValueError(f"{path} holds no text")
+    return text
 
 
 def dataset_text(name: str, split: str = "test") -> str:

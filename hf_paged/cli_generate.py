@@ -131,9 +131,10 @@ def read_prompts(arguments: list[str], file: Path | None) -> Iterator[str | Conv
     """Prompts of the command line and the file, else of standard input unless that is a terminal.
 
     Raises:
-        ValueError: a line of a .jsonl file is not a prompt; the message names the line.
+        ValueError: a line of a .jsonl file is not a prompt; the message names the line. Or bytes that are no text.
     """
-    yield from arguments
+    for argument in arguments:
+        yield _checked_text(argument)
     if file is not None:
         with file.open(encoding="utf-8-sig") as lines:  # with or without a byte order mark
             try:
@@ -141,7 +142,19 @@ def read_prompts(arguments: list[str], file: Path | None) -> Iterator[str | Conv
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file.name} is no UTF-8 text: {error}") from error
     elif not arguments and not sys.stdin.isatty():
-        yield from _parse_text(sys.stdin)
+        try:
+            yield from map(_checked_text, _parse_text(sys.stdin))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input is no UTF-8 text: {error}") from error
+
+
+def _checked_text(prompt: str) -> str:
+    """Bytes that are no UTF-8 come as halves of surrogates, which no tokenizer takes."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt {prompt!a:.80} is no UTF-8 text") from error
+    return prompt
 
 
 def _parse_text(lines: Iterable[str]) -> Iterator[str]:
@@ -159,6 +172,10 @@ def _parse_jsonl(lines: Iterable[str], name: str) -> Iterator[str | Conversation
         if isinstance(value, dict) and len(value) == 1:
             value = value.get("prompt", value.get("messages"))
         if isinstance(value, str) or _is_conversation(value):
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{name}, line {number}: half a surrogate pair is no text ({error.reason})") from error
             yield value
         else:
             raise ValueError(
@@ -226,7 +243,8 @@ def _write(index: int, output: RequestOutput, *, json_output: bool) -> bool:
             ],
             "error": output.error,
         }
-        print(json.dumps(record, ensure_ascii=False))
+        escaped = not (sys.stdout.encoding or "").lower().startswith("utf")  # a pipe of another encoding takes it so
+        print(json.dumps(record, ensure_ascii=escaped))
     else:
         for completion in output.outputs:
             print(f"[{index}] {completion.text.strip()}\n")

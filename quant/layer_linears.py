@@ -49,7 +49,7 @@ def plan_linears(source: SourceModel, layers: Sequence[str], config: QuantizeCon
 
     Raises:
         ValueError: a skip pattern that matches no linear, a group size that the format cannot hold (the linear is
-            named), or nothing left to quantize.
+            named) or that no linear has channels for, or nothing left to quantize.
     """
     plan, matched = LinearPlan(), set()
     experts = _expert_counts(source.config)
@@ -82,6 +82,12 @@ def plan_linears(source: SourceModel, layers: Sequence[str], config: QuantizeCon
         raise ValueError(
             f"{type(source.model).__name__}: no linear is left to quantize; all {len(plan.plain)} stay plain, such as "
             f"{name}: {reason}"
+        )
+    assert config.group_size is not None
+    widest = max(k for _, k in plan.shapes.values())
+    if config.group_size > widest:
+        raise ValueError(
+            f"group_size={config.group_size} is more than the {widest} input channels of any linear; -1 takes them all"
         )
     return plan
 

@@ -76,8 +76,9 @@ class QuantizeConfig:
                 check_bool(name, getattr(self, name))
         if self.bits is not None and (not isinstance(self.bits, int) or self.bits not in (2, 3, 4, 8)):
             refuse("bits", self.bits, "2, 3, 4 or 8")
-        if self.group_size is not None and self.group_size != -1:
-            check_int("group_size", self.group_size, minimum=1)
+        size = self.group_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1)):
+            refuse("group_size", size, "an integer >= 1, or -1 for all of a row")
         check_float("damping", self.damping, minimum=0.0, maximum=1.0)
         if self.damping in (0, 1):
             refuse("damping", self.damping, "a number between 0 and 1")

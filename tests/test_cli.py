@@ -13,6 +13,7 @@ import pytest
 import typer
 from command_line import CHAT, HEAD_DIM, KV_HEADS, LAYERS, run, save_model
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 from hf_paged import cli_generate
 from hf_paged.cli import app
@@ -129,6 +130,25 @@ def test_a_broken_jsonl_line_is_named_instead_of_skipped(line: str, tmp_path: Pa
     result = run("generate", "model", "--file", tmp_path / "prompts.jsonl")
     assert result.exit_code == 1
     assert "prompts.jsonl, line 2" in result.stderr
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("source", ["argument", "stdin", "jsonl"])
+def test_bytes_that_are_no_text_are_named_in_one_line(source: str, tmp_path: Path) -> None:
+    """No tokenizer takes half a surrogate pair, which such bytes and JSON's escapes become: 30 lines of traceback."""
+    (tmp_path / "prompts.jsonl").write_text('"good"\n"\\ud800"')
+    arguments = {"argument": ["caf\udce9"], "stdin": [], "jsonl": ["--file", str(tmp_path / "prompts.jsonl")]}[source]
+    result = CliRunner().invoke(app, ["generate", "model", *arguments], input=b"caf\xe9\n" if source == "stdin" else "")
+    assert result.exit_code == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+    told = {"argument": "no UTF-8 text", "stdin": "standard input is no UTF-8 text", "jsonl": "prompts.jsonl, line 2"}
+    assert told[source] in result.stderr
+
+
+@pytest.mark.usefixtures("fake")
+def test_json_into_a_pipe_of_another_encoding_is_escaped_and_not_lost() -> None:
+    result = CliRunner(charset="ascii").invoke(app, ["generate", "model", "\u00dcn\u00ef", "--json"])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["prompt"].count("\u00dcn\u00ef") == 1
 
 
 @pytest.mark.usefixtures("fake")

@@ -333,3 +333,10 @@ def test_the_trained_model_that_breaks_naive_caches_is_served_well(shared: Path)
     assert int4.change_from(base)[0] < 0.02
     assert int8.change_from(base)[0] < 0.002
     assert int4.bytes_per_token < int8.bytes_per_token < base.bytes_per_token
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
+    """Of an empty text a window is too long however short it is made."""
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ValueError, match=r"empty\.txt holds no text"):
+        read_text(tmp_path / "empty.txt")

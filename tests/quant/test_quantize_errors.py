@@ -75,7 +75,7 @@ def no_weights_read(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"method": "marlin"}, "method='marlin' is not allowed; allowed: awq | gptq | rtn | fp8 | int8"),
         ({"bits": 5}, "bits=5 is not allowed"),
-        ({"group_size": 0}, "group_size=0 is not allowed"),
+        ({"group_size": 0}, "group_size=0 is not allowed; allowed: an integer >= 1, or -1"),
         ({"samples": 0}, "samples=0 is not allowed"),
         ({"damping": 0.0}, "damping=0.0 is not allowed"),
         ({"skip": "o_proj"}, "skip='o_proj' is not allowed; allowed: a sequence"),
@@ -119,6 +119,7 @@ def test_settings_that_no_file_can_hold_are_refused_by_name(settings: dict[str, 
         ({"method": "awq", "group_size": 48}, "ids", "does not divide the 64 input channels of model.layers.0"),
         ({"method": "awq", "group_size": 48}, "ids", "group_size=32 does"),
         ({"method": "int8", "group_size": 48}, "missing", "does not divide the 64 input channels"),
+        ({"method": "rtn", "group_size": 100_000}, "missing", "group_size=100000 is more than the 128 input channels"),
     ],
     ids=str,
 )
