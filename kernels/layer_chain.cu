@@ -4,10 +4,10 @@
 // One program a multiprocessor. Each owns whole outputs, 16 at a time, and its warps share their channels, so nothing
 // is summed over programs. One thread brings words and scales of all products to a ring in shared memory and never
 // waits for a product before: while the others wait for activations, the ring fills. But it asks for one stage at a
-// time: what is under way delays the activations, since the memory answers in turn. Those go from product to
-// product through the L2 without a barrier or a counter: memory is all ones before, a word of two bf16 that no
-// rounding yields, and who reads asks again until every word is something else. So programs must run at the same
-// time; should one have no place for seconds, the others trap. Defines come from `layer_chain.py`:
+// time: what is under way delays the activations, since the memory answers in turn. Those go from product to product
+// through the L2 without a barrier or a counter: memory is all ones before, a word of two bf16 that no rounding yields,
+// and who reads asks again until every word is something else. So programs must run at the same time; who waits for
+// seconds traps. Defines come from `layer_chain.py`:
 //   M                       tokens
 //   KO, HID, INTER, QKV     channels of attention, hidden, of the MLP, outputs of QKV
 //   PROGRAMS                multiprocessors
@@ -43,12 +43,8 @@ constexpr int BAR_AT = FACTORS_AT + 64;
 constexpr int ROWS_AT = 0, GATED_AT = ROWS_AT + M * HID / 2, NEXT_ROWS_AT = GATED_AT + M * INTER / 2;
 constexpr int SQUARES_AT = NEXT_ROWS_AT + M * HID / 2, NEXT_SQUARES_AT = SQUARES_AT + M * HID / 16;
 
-struct alignas(64) Map {
-  u64 opaque[16];
-};
-struct Maps {
-  Map words[4], scales[4];
-};
+struct alignas(64) Map { u64 opaque[16]; };
+struct Maps { Map words[4], scales[4]; };
 
 __device__ __forceinline__ int channels_of(int q) { return q == OUTPUT ? KO : q == DOWN ? INTER : HID; }
 __device__ __forceinline__ int steps_of(int q) { return channels_of(q) / 128; }
@@ -112,10 +108,8 @@ __device__ __forceinline__ void produce(const Maps& maps, u32 ring, u32 full, u3
         barrier_expect(full + 8 * stage, STAGE_BYTES);
         copy_stage(maps, q, group, step, ring + stage * STAGE_BYTES, full + 8 * stage);
         barrier_wait(full + 8 * stage, parity ^ 1);
-        if (++stage == STAGES) {
-          stage = 0;
-          parity ^= 1;
-        }
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        parity ^= stage == 0;
       }
     }
   }
@@ -269,10 +263,8 @@ struct Ring {
       x += x_step;
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + 8 * stage);
-      if (++stage == STAGES) {
-        stage = 0;
-        parity ^= 1;
-      }
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+      parity ^= stage == 0;
     }
 #pragma unroll
     for (int e = 0; e < 4; e++) {
