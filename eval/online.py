@@ -29,8 +29,8 @@ _LEAST_RATE = 1e-6  # requests per second: one in eleven days
 class OnlineResult:
     """Milliseconds over all requests and repeats; `rate` in requests per second, `tokens_per_s` from first to last.
 
-    `between` holds the percentiles 0..100 of the times between tokens. `ceiling`, tokens per second, is the roof of
-    requests that all come at once (see `least_seconds`).
+    `between` holds the percentiles 0..100 of the times between tokens, None where no request has two tokens. `ceiling`,
+    tokens per second, is the roof of requests that all come at once (see `least_seconds`).
     """
 
     system: str
@@ -42,9 +42,9 @@ class OnlineResult:
     first_mean: float
     first_p50: float
     first_p99: float
-    between_p50: float
-    between_p99: float
-    between: tuple[float, ...]
+    between_p50: float | None
+    between_p99: float | None
+    between: tuple[float, ...] | None
 
     def as_dict(self) -> dict[str, Any]:
         rate = None if math.isinf(self.rate) else self.rate  # JSON has no infinity
@@ -109,7 +109,7 @@ def _measured(llm: LLM, workload: Workload, machine: Machine, rate: float, count
     runs = [_serve(llm, workload, rate, count) for _ in range(repeats)]
     first = np.concatenate([[times[0] - at for at, times in run] for run in runs]) * 1e3
     between = np.concatenate([np.diff(times) for run in runs for _, times in run]) * 1e3
-    percentiles = tuple(np.percentile(between if between.size else [0.0], range(101)).tolist())
+    percentiles: tuple[float, ...] = tuple(np.percentile(between, range(101)).tolist()) if between.size else ()
     tokens = sum(len(times) for run in runs for _, times in run)
     least = least_seconds(
         machine, workload.prompt_lens, workload.output_lens, max_num_seqs=workload.max_num_seqs,
@@ -126,9 +126,9 @@ def _measured(llm: LLM, workload: Workload, machine: Machine, rate: float, count
         first_mean=float(first.mean()),
         first_p50=float(np.percentile(first, 50)),
         first_p99=float(np.percentile(first, 99)),
-        between_p50=percentiles[50],
-        between_p99=percentiles[99],
-        between=percentiles,
+        between_p50=percentiles[50] if percentiles else None,
+        between_p99=percentiles[99] if percentiles else None,
+        between=percentiles or None,
     )
 
 

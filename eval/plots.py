@@ -138,7 +138,7 @@ def plot_online(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axis = figure.subplots()
-    for row in rows:
+    for row in (row for row in rows if row["between"]):
         axis.step(row["between"], range(len(row["between"])), where="post", label=row["label"])
     axis.set_xscale("log")
     axis.set_xlabel("time between tokens, ms")

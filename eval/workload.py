@@ -120,7 +120,7 @@ def parse_range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)(?:\.\.([1-9]\d*))?", text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if low > high:
-        raise ValueError(f"a length is a number or a range such as 16..256, not {text!r}")
+        raise ValueError(f"a length is a number >= 1 or a range such as 16..256, not {text!r}")
     return low, high
 
 

@@ -226,6 +226,8 @@ def online(
         cli.checked(check_load, {"load": load})
     if arrivals is not None and arrivals > (most := len(work.prompt_lens)):
         raise typer.BadParameter(f"arrivals={arrivals} is not allowed; allowed: the {most} requests of {work.name}")
+    if plot is not None and max(work.output_lens) < 2:
+        raise typer.BadParameter("--plot draws the times between tokens; allowed: with two new tokens or more")
     check_plot(plot)
     loaded = load_model(model, dtype=dtype.value, device=device, weight_bits=weight_bits)
     machine, results = measure_online(
@@ -241,7 +243,7 @@ def online(
         share = "" if result.ceiling is None else f"{result.tokens_per_s / result.ceiling:.1%} of {result.ceiling:,.0f}"
         times = (result.first_mean, result.first_p50, result.first_p99, result.between_p50, result.between_p99)
         row = (result.system, result.kv_cache, f"{result.requests}", *rates, share)
-        table.add_row(*row, *(f"{milliseconds:,.2f}" for milliseconds in times))
+        table.add_row(*row, *("-" if milliseconds is None else f"{milliseconds:,.2f}" for milliseconds in times))
     report(table, machine, [work], results, model=model, dtype=str(loaded.dtype), weight_bits=weight_bits)
     if plot is not None:
         from hf_paged.eval.plots import plot_online

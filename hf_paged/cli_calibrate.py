@@ -26,7 +26,9 @@ def calibrate(
             dir_okay=False,
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to read, from its start.")] = 2048,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of the text to read, from its start.  [default: 2048]")
+    ] = None,
     perplexity_budget: Annotated[
         float, typer.Option(min=0.0, help='What kv_cache_dtype="auto-quality" may cost: 0.005 allows 0.5%.')
     ] = EngineConfig.kv_perplexity_budget,
@@ -39,16 +41,18 @@ def calibrate(
     `kv_scales=FILE` (LLM, cache_config, eval) then starts without a calibration.
     """
     from hf_paged.eval.texts import read_text
-    from hf_paged.kv_mix import calibrated_file
+    from hf_paged.kv_mix import CALIBRATION_TOKENS, calibrated_file
 
     cli.checked(EngineConfig, {"kv_perplexity_budget": perplexity_budget})
+    if max_tokens is not None and text is None:
+        raise typer.BadParameter(f"--max-tokens {max_tokens} is of a text; allowed: nothing, or --text FILE with it")
     cli.check_writable("--output", output)
     cli.quiet_unless_terminal()
     scales = calibrated_file(
         cli.existing(model),
         output,
         text=None if text is None else read_text(text),
-        max_tokens=max_tokens,
+        max_tokens=max_tokens or CALIBRATION_TOKENS,
         perplexity_budget=perplexity_budget,
         dtype=dtype.value,
         device=cli.usable(device),

@@ -77,12 +77,16 @@ def existing(model: str) -> str:
 
     Raises:
         OSError: there is no such folder, nor such a model in the hub or its cache.
+        ValueError: its config.json is labelled as nothing that could be read.
     """
+    from hf_paged.quant.sidecar import check_label  # not for --help
+
     hub_name = not model.startswith(("/", ".", "~")) and not model.endswith("/") and model.count("/") <= 1
     if not Path(model).is_dir():
         if Path(model).exists() or not hub_name:
             raise OSError(f"there is no model folder {model}")
         _ask_hub(model)
+    check_label(Path(model))
     return model
 
 

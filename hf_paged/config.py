@@ -2,7 +2,7 @@
 
 Every value is checked on construction; an unknown name or an impossible value is a `ValueError` that names the field,
 the value and what is allowed. "auto" and `None` are resolved by the engine, which makes a new object with
-`dataclasses.replace`. No torch here: the command line and the server read this file without loading it.
+`dataclasses.replace`. No torch here: the command line reads this file without loading it.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def model_info(
 
     Raises:
         OSError: there is no such model, or no such file.
-        ValueError: the file is of another model, the model is unknown to Transformers, or it cannot be paged; the
-            message says why.
+        ValueError: a weight file is damaged, `kv_scales` is of another model, the model is unknown to Transformers or
+            cannot be paged; the message says why.
     """
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
@@ -145,14 +145,18 @@ def checkpoint_bytes(folder: Path) -> int:
 
     That is the size of its files, and a third more for 3-bit words, whose codes are held in 4-bit fields (5 to 7 bits
     in 8).
+
+    Raises:
+        ValueError: a file is cut off or damaged.
     """
     files = sorted(folder.glob("*.safetensors"))
+    headers = [read_header([str(file)]) for file in files]  # each alone: a folder may hold a model in two forms
     total = sum(file.stat().st_size for file in files)
     config = json.loads((folder / "config.json").read_text()) if files else {}
     bits = (config.get("quantization_config") or {}).get("bits")
     if bits in (3, 5, 6, 7):
-        specs = read_header([str(file) for file in files]).specs
-        words = sum(4 * math.prod(spec.shape) for name, spec in specs.items() if name.endswith(".qweight"))
+        specs = [pair for header in headers for pair in header.specs.items()]
+        words = sum(4 * math.prod(spec.shape) for name, spec in specs if name.endswith(".qweight"))
         total += words * (field_bits(bits) - bits) // bits
     return total
 

@@ -34,6 +34,7 @@ from hf_paged.packed_model import PackedModel
 
 logger = logging.getLogger(__name__)
 
+CALIBRATION_TOKENS = 2048  # of a text, at most
 _BLOCK_SIZE = 32
 _STEPS: tuple[tuple[str, float | None], ...] = (
     ("int4", None), ("int4", 0.1), ("int4", 0.085), ("int4", 0.07), ("int4", 0.055), ("int4", 0.04), ("int4", 0.025),
@@ -122,7 +123,7 @@ def calibrated_file(
     output: str | os.PathLike[str],
     *,
     text: str | None = None,
-    max_tokens: int = 2048,
+    max_tokens: int = CALIBRATION_TOKENS,
     perplexity_budget: float = EngineConfig.kv_perplexity_budget,
     dtype: str = "auto",
     device: str | None = None,

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from hf_paged.config import EngineConfig, refuse
 from hf_paged.engine import Engine
 from hf_paged.model_view import ModelFingerprint
 from hf_paged.outputs import CompletionOutput, RequestOutput
+from hf_paged.quant.sidecar import check_label
 from hf_paged.request import FinishReason
 from hf_paged.sampling_params import SamplingParams
 
@@ -69,6 +71,7 @@ class LLM:
         config = EngineConfig.parse(engine_options)
         if isinstance(model, str | os.PathLike):
             _check_folder("model", model)
+            check_label(Path(model))
             if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
                 refuse("dtype", dtype, '"auto", a dtype of torch or its name')
             tokenizer = tokenizer if tokenizer is not None else model

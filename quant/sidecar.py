@@ -47,6 +47,21 @@ def adopt(config: Any) -> None:
         config.transformers_weights = single[0].name
 
 
+def check_label(folder: Path) -> None:
+    """Refuse a config.json whose label is no mapping: Transformers fails when it prints what it has read.
+
+    Raises:
+        ValueError: that; a file that is missing or no JSON is left to Transformers, which names it.
+    """
+    file = folder / "config.json"
+    try:
+        label = json.loads(file.read_text(encoding="utf-8"))["quantization_config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if label is not None and not isinstance(label, dict):
+        raise ValueError(f"{file}: quantization_config is {label!r:.80}; expected a JSON object")
+
+
 def second_label(folder: Path) -> dict[str, Any] | None:
     """What a `quantize_config.json` or `quant_config.json` in `folder` says.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from tiny_tokenizer import tiny_tokenizer
 from transformers import T5Config
 from typer.testing import CliRunner, Result
 
-from hf_paged import cli_support
+from hf_paged import LLM, cli_support
 from hf_paged.cli import app
 from hf_paged.quant import quantize as quantization
 
@@ -54,6 +56,7 @@ def test_a_plot_that_cannot_be_written_is_refused_before_the_work(
         (("--perplexity-budget", "inf"), 2, "kv_perplexity_budget=inf"),
         (("--text", "{binary}"), 1, "is no UTF-8 text"),
         (("--text", "{folder}"), 2, "is a directory"),
+        (("--max-tokens", "100"), 2, "--max-tokens 100 is of a text"),
     ],
 )
 def test_calibrate_refuses_and_leaves_no_file(
@@ -182,7 +185,7 @@ def test_a_hub_without_the_model_is_asked_once_and_the_model_named(monkeypatch: 
     "options", [["--workload", "c4"], ["--prompt-tokens", "9..3"], ["--prompt-tokens", "few"], ["--new-tokens", "0"]]
 )
 def test_bench_refuses_a_workload_it_does_not_know(options: list[str]) -> None:
-    assert run("bench", "throughput", "smollm2", *options).exit_code == 2
+    refused(run("bench", "throughput", "smollm2", *options), 2, "number >= 1" if options[1] in ("few", "0") else "")
 
 
 def test_a_gpu_that_is_not_here_is_told_in_one_line_not_by_an_assertion_of_torch(model_path: Path) -> None:
@@ -198,13 +201,31 @@ def test_kernels_without_a_gpu_are_refused_by_name_not_by_an_option_that_nobody_
     refused(run("bench", "kernels"), 1, "bench kernels measures a CUDA GPU")
 
 
-def test_a_damaged_weight_file_is_told_in_one_line(model_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [("generate", "{}", "a"), ("info", "{}")])
+@pytest.mark.parametrize("damage", [lambda _: b"no weights", lambda whole: whole[:-1000]], ids=["other", "cut off"])
+def test_a_damaged_weight_file_is_told_in_one_line(
+    model_path: Path, tmp_path: Path, damage: Callable[[bytes], bytes], command: tuple[str, ...]
+) -> None:
+    """`info` printed its table of a file that no other command could load."""
     damaged = shutil.copytree(model_path, tmp_path / "damaged")
-    (damaged / "model.safetensors").write_bytes(b"no weights")
-    result = run("generate", damaged, "a")
+    (damaged / "model.safetensors").write_bytes(damage((model_path / "model.safetensors").read_bytes()))
+    result = run(*(str(damaged) if word == "{}" else word for word in command))
     assert result.exit_code == 1
     assert result.stderr.strip().splitlines()[-1].startswith("error: ")
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in result.stderr and result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "command", [("generate", "{}", "a"), ("info", "{}"), ("eval", "kv-error", "{}", "--text", "{}/config.json")]
+)
+def test_a_label_that_is_no_mapping_is_named(model_path: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
+    """It ended in 30 lines of Transformers' and "'list' object has no attribute 'to_dict'"."""
+    labelled = shutil.copytree(model_path, tmp_path / "labelled")
+    config = json.loads((labelled / "config.json").read_text())
+    (labelled / "config.json").write_text(json.dumps(config | {"quantization_config": [1]}))
+    refused(run(*(word.format(labelled) for word in command)), 1, "quantization_config is [1]; expected a JSON object")
+    with pytest.raises(ValueError, match=r"quantization_config is \[1\]"):
+        LLM(labelled)
 
 
 INTERRUPTED = """

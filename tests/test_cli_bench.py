@@ -92,6 +92,19 @@ def test_bench_online_reports_percentiles_over_all_requests(model_path: Path) ->
     assert 0 < row["between_p50"] <= row["between_p99"]
 
 
+def test_bench_online_of_one_token_gives_no_time_between_tokens(model_path: Path) -> None:
+    """It said 0.0 ms, which is the best that a reader of the table can find."""
+    options = ("--workload", "b2", "--prompt-tokens", "8", "--new-tokens", "1")
+    result = run("bench", "online", model_path, *options)
+    assert result.exit_code == 0, result.stderr
+    row = json.loads(result.stdout.splitlines()[-1])["results"][0]
+    assert (row["between_p50"], row["between_p99"], row["between"]) == (None, None, None)
+    assert row["first_p50"] > 0
+    result = run("bench", "online", model_path, *options, "--plot", model_path / "plot.svg")
+    assert result.exit_code == 2 and "two new tokens" in result.stderr
+    assert not (model_path / "plot.svg").exists()
+
+
 def test_bench_online_takes_its_rate_from_that_of_all_at_once(model_path: Path) -> None:
     options = ("--workload", "ragged4", "--prompt-tokens", "8..16", "--new-tokens", "2..5", "--load", "0.5")
     result = run("bench", "online", model_path, *options, "--arrivals", "3")
