@@ -124,13 +124,12 @@ ENGINE_CASES: dict[str, Case] = {
         ragged_eos,
         returned_sequences,
         sampled,
-        prefill_chunks,
         penalties,
         user_processor,
         user_criteria,
     )
 }
-LOOP_CASES: dict[str, Case] = {case.__name__: case for case in (beams, padded_beams, prompt_lookup)}
+LOOP_CASES: dict[str, Case] = {case.__name__: case for case in (beams, padded_beams, prompt_lookup, prefill_chunks)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
