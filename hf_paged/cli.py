@@ -1,7 +1,8 @@
 """The command line: `hf-paged generate | info | quantize | calibrate | bench | eval`. The work is elsewhere.
 
-Exit codes: 0 done, 1 something failed (one line on stderr says what), 2 bad use, 130 interrupted. Results go to stdout,
-everything else to stderr.
+Exit codes: 0 done, 1 something failed (one line on stderr says what), 2 bad use, 130 interrupted. Bad use is what the
+options alone show, and a file to read that is not there; what takes a model, or what a file holds, to find is a
+failure. Results go to stdout, everything else to stderr.
 """
 
 from __future__ import annotations

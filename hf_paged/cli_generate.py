@@ -28,7 +28,11 @@ _MAX_TOKENS = 512  # an answer of a chat model ends by itself; this ends one tha
 _Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Default: standard input, one per line.")]
 _File = Annotated[
     Path | None,
-    typer.Option(help='Prompts from a text file, one per line, or from .jsonl: "text", {"prompt"} or {"messages"}.'),
+    typer.Option(
+        help='Prompts from a text file, one per line, or from .jsonl: "text", {"prompt"} or {"messages"}.',
+        exists=True,
+        dir_okay=False,
+    ),
 ]
 _Temperature = Annotated[
     float | None,

@@ -108,6 +108,8 @@ def quantize(
     config = cli.checked(QuantizeConfig, options)
     if calibration is not None and not config.calibrated:
         raise typer.BadParameter(f"--calibration does not go with --method {method}, which looks at no activations")
+    if calibration is None and config.calibrated:
+        raise typer.BadParameter(f"--method {method} needs --calibration: a text or JSONL file, or a data set")
     cli.quiet_unless_terminal()
     text_ids = None if evaluate is None else _token_ids(cli.existing(model), evaluate)
     with _telling_how_to_go_on(output):
@@ -193,7 +195,7 @@ def _print(report: QuantizeReport) -> None:
         cli.ERR.print(f"{len(names)} linears, {names[0]} among them: {note}", markup=False, highlight=False)
     device = "" if report.peak_device_bytes is None else f", peak {report.peak_device_bytes / 2**30:.2f} GiB on the GPU"
     cli.OUT.print(
-        f"{report.bytes_before / _MIB:,.0f} MiB became {report.bytes_after / _MIB:,.0f} MiB in {report.seconds:,.0f} s "
+        f"{report.bytes_before / _MIB:,.1f} MiB became {report.bytes_after / _MIB:,.1f} MiB in {report.seconds:,.0f} s "
         f"on {report.device}{device}",
         highlight=False,
     )

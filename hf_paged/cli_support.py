@@ -166,6 +166,8 @@ def engine_options(options: dict[str, Any]) -> dict[str, Any]:
         with suppress(ValueError):  # "auto" and "off" are words, all else is judged by EngineConfig
             chosen["kv_error_budget"] = float(budget)
     checked(EngineConfig, chosen)
+    if (scales := chosen.get("kv_scales", "auto")) not in ("auto", "off") and not Path(scales).is_file():
+        raise typer.BadParameter(f"there is no file {scales}; `hf-paged calibrate MODEL -o FILE` writes one")
     return chosen
 
 

@@ -231,7 +231,10 @@ class LLM:
             text.encode()
         except UnicodeEncodeError as error:  # what JSON's escapes can make; no tokenizer takes it
             return {"prompt": text, "prompt_token_ids": [], "error": f"the prompt is no Unicode text: {error}"}
-        return {"prompt": text, "prompt_token_ids": self.tokenizer(text, add_special_tokens=special).input_ids}
+        ids = self.tokenizer(
+            text, add_special_tokens=special, verbose=False
+        ).input_ids  # the engine says what is too long
+        return {"prompt": text, "prompt_token_ids": ids}
 
     def _add(self, name: str, job: _Job, *, stream: bool) -> RequestOutput | None:
         """Give a job to the engine; a job that can never run gives its error output."""

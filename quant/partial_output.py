@@ -170,7 +170,9 @@ def check_output(output: Path) -> None:
     """
     if output.is_symlink():
         raise ValueError(f"output={str(output)!r} is a link; name the folder itself")
-    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+    if output.is_file():
+        raise ValueError(f"output={str(output)!r} is a file; name a folder that is new or empty")
+    if output.is_dir() and any(output.iterdir()):
         raise ValueError(f"output={str(output)!r} exists and is not empty; nothing is overwritten")
     parent = next(path for path in output.absolute().parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):

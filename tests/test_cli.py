@@ -89,9 +89,11 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         (["hello", "--kv-cache-dtype", "int3"], "kv_cache_dtype='int3'"),
         (["hello", "--block-size", "48"], "block_size=48"),
         (["hello", "--frobnicate"], "--frobnicate"),
+        (["--file", "nowhere.txt"], "nowhere.txt"),
+        (["hello", "--kv-cache-dtype", "int8", "--kv-scales", "nowhere"], "there is no file nowhere"),
         ([], "no prompt"),
     ],
-    ids=["temperature", "top-p", "kv-cache-dtype", "block-size", "unknown-option", "no-prompt"],
+    ids=["temperature", "top-p", "kv-cache-dtype", "block-size", "unknown-option", "file", "kv-scales", "no-prompt"],
 )
 @pytest.mark.usefixtures("nothing_loads")
 def test_bad_use_is_refused_before_a_model_is_loaded(options: list[str], message: str) -> None:

@@ -77,7 +77,7 @@ def test_generate_takes_a_calibration_and_a_budget_as_eval_does(model_path: Path
         assert run(*paged, option, "0.5").exit_code == 0
     else:
         file = tmp_path / "kv.safetensors"
-        refused(run(*paged, option, file), 1, "kv.safetensors")
+        refused(run(*paged, option, file), 2, "there is no file")
         assert run("calibrate", model_path, "-o", file).exit_code == 0
         assert run(*paged, option, file).exit_code == 0
 
@@ -137,6 +137,16 @@ def test_a_picture_that_fails_costs_no_result(
     result = run("eval", "perplexity", model_path, "--text", tmp_path / "text.txt", *options)
     refused(result, 1, "no space left on device")
     assert '"perplexity"' in result.stdout
+
+
+def test_a_prompt_that_is_too_long_is_told_once(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers said before that it "will result in indexing errors"."""
+    told: list[str] = []
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", lambda *words: told.append(words[0]))
+    llm = LLM(model_path, num_blocks=8)
+    llm.tokenizer.model_max_length = 8
+    (output,) = llm.generate("a" * 1000, use_tqdm=False)
+    assert output.error is not None and told == []
 
 
 @pytest.mark.parametrize("command", ["generate", "info"])
