@@ -7,7 +7,9 @@ failure. Results go to stdout, everything else to stderr.
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 from importlib.metadata import version
 from typing import Annotated
 
@@ -52,6 +54,8 @@ def settings(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a result is not lost to letters that the terminal lacks
     logger = logging.getLogger("hf_paged")
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     logger.handlers = [RichHandler(console=ERR, show_path=False)]

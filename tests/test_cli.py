@@ -154,6 +154,14 @@ def test_json_into_a_pipe_of_another_encoding_is_escaped_and_not_lost() -> None:
 
 
 @pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("prompts", [["\u00dcn"], ["\u00dcn", "two"]], ids=["stream", "batch"])
+def test_text_into_a_pipe_of_another_encoding_is_not_lost(prompts: list[str]) -> None:
+    result = CliRunner(charset="ascii").invoke(app, ["generate", "model", "--raw", *prompts])
+    assert result.exit_code == 0, result.stderr
+    assert "<\\xdcn>" in result.stdout
+
+
+@pytest.mark.usefixtures("fake")
 def test_prompts_become_chats_unless_raw_is_asked(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat}))
