@@ -216,16 +216,9 @@ def online(
     """Time to the first token and between tokens of requests that arrive over time (Poisson)."""
     options = cli.engine_options(dict(locals()))
     work = cli.checked(make_workload, {"name": workload, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens})
-    from hf_paged.eval.online import check_load, check_rate, measure_online
+    from hf_paged.eval.online import measure_online
 
-    if rate is not None and load is not None:
-        raise typer.BadParameter(f"rate={rate} and load={load} both say how often requests come; allowed: one of them")
-    if rate is not None:
-        cli.checked(check_rate, {"rate": rate})
-    if load is not None:
-        cli.checked(check_load, {"load": load})
-    if arrivals is not None and arrivals > (most := len(work.prompt_lens)):
-        raise typer.BadParameter(f"arrivals={arrivals} is not allowed; allowed: the {most} requests of {work.name}")
+    _check_arrivals(work, rate, load, arrivals)
     if plot is not None and max(work.output_lens) < 2:
         raise typer.BadParameter("--plot draws the times between tokens; allowed: with two new tokens or more")
     check_plot(plot)
@@ -249,6 +242,19 @@ def online(
         from hf_paged.eval.plots import plot_online
 
         plot_online([result.as_dict() | {"label": f"{model}, {result.requests} requests"} for result in results], plot)
+
+
+def _check_arrivals(work: Workload, rate: float | None, load: float | None, arrivals: int | None) -> None:
+    from hf_paged.eval.online import check_load, check_rate
+
+    if rate is not None and load is not None:
+        raise typer.BadParameter(f"rate={rate} and load={load} both say how often requests come; allowed: one of them")
+    if rate is not None:
+        cli.checked(check_rate, {"rate": rate})
+    if load is not None:
+        cli.checked(check_load, {"load": load})
+    if arrivals is not None and arrivals > (most := len(work.prompt_lens)):
+        raise typer.BadParameter(f"arrivals={arrivals} is not allowed; allowed: the {most} requests of {work.name}")
 
 
 @bench.command()

@@ -95,6 +95,8 @@ def generate(
     names = {field.name for field in fields(SamplingParams)}
     given = {name: value for name, value in options.items() if name in names and value is not None}
     cli.checked(SamplingParams, given)
+    if raw and system is not None:
+        raise typer.BadParameter("--system is of a chat template, which --raw leaves out; allowed: one of them")
     wanted = list(read_prompts(prompts or [], file))
     if not wanted:
         raise typer.BadParameter("no prompt: give PROMPT, --file, or text on standard input")

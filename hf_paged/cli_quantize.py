@@ -16,6 +16,7 @@ from hf_paged import cli_eval_support as support
 from hf_paged import cli_support as cli
 
 if TYPE_CHECKING:
+    from hf_paged.quant.quantize_config import QuantizeConfig
     from hf_paged.quant.quantize_report import QuantizeReport
 
 _MIB = 2**20
@@ -106,10 +107,7 @@ def quantize(
     from hf_paged.quant.quantize_report import plot_errors
 
     config = cli.checked(QuantizeConfig, options)
-    if calibration is not None and not config.calibrated:
-        raise typer.BadParameter(f"--calibration does not go with --method {method}, which looks at no activations")
-    if calibration is None and config.calibrated:
-        raise typer.BadParameter(f"--method {method} needs --calibration: a text or JSONL file, or a data set")
+    _check_calibration(config, calibration)
     cli.quiet_unless_terminal()
     text_ids = None if evaluate is None else _token_ids(cli.existing(model), evaluate)
     with _telling_how_to_go_on(output):
@@ -124,6 +122,14 @@ def quantize(
         _print(report)
     if plot is not None:
         plot_errors(report, plot)
+
+
+def _check_calibration(config: QuantizeConfig, calibration: str | None) -> None:
+    method = config.method
+    if calibration is not None and not config.calibrated:
+        raise typer.BadParameter(f"--calibration does not go with --method {method}, which looks at no activations")
+    if calibration is None and config.calibrated:
+        raise typer.BadParameter(f"--method {method} needs --calibration: a text or JSONL file, or a data set")
 
 
 @contextmanager

@@ -231,9 +231,8 @@ class LLM:
             text.encode()
         except UnicodeEncodeError as error:  # what JSON's escapes can make; no tokenizer takes it
             return {"prompt": text, "prompt_token_ids": [], "error": f"the prompt is no Unicode text: {error}"}
-        ids = self.tokenizer(
-            text, add_special_tokens=special, verbose=False
-        ).input_ids  # the engine says what is too long
+        # not verbose: the engine says what is too long
+        ids = self.tokenizer(text, add_special_tokens=special, verbose=False).input_ids
         return {"prompt": text, "prompt_token_ids": ids}
 
     def _add(self, name: str, job: _Job, *, stream: bool) -> RequestOutput | None:

@@ -169,7 +169,7 @@ def test_prompts_become_chats_unless_raw_is_asked(tmp_path: Path) -> None:
     assert run("generate", "model", "hi", "--system", "be brief").stdout == "<system:be brief|user:hi>\n"
     assert run("generate", "model", "--file", tmp_path / "chat.jsonl").stdout == "<user:a|assistant:b|user:c>\n"
     assert run("generate", "model", "hi", "--raw").stdout == "<hi>\n"
-    assert run("generate", "model", "hi", "--raw", "--system", "be brief").exit_code == 1
+    assert run("generate", "model", "hi", "--raw", "--system", "be brief").exit_code == 2
 
 
 @pytest.mark.parametrize(
