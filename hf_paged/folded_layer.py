@@ -49,6 +49,8 @@ class FoldedLayer:
             return None
         if input_norm is None or mlp_norm is None or fused.interleaved_heads:
             return None
+        if any(norm is not None and norm.weight.dtype != hidden.dtype for norm in norms):
+            return None
         if fused_mlp.activation != "silu" or not fused_mlp.gate_first:
             return None
         if any(map(_watched, (attention, mlp, fused.output, fused_mlp.down))):
@@ -103,9 +105,9 @@ class FoldedLayer:
 
 
 def _exchange(context: RotaryContext, chain: LayerChain, rows: int) -> Tensor:
-    """Memory that no other chain of the step uses."""
+    """Memory that no other chain of the step uses; a layer may have a larger MLP than the one before it."""
     exchange = None if context.exchanges is None else next(context.exchanges, None)
-    if exchange is None:
+    if exchange is None or exchange.numel() < chain.exchange_words(rows):
         context.exchanges = iter(new_exchange(chain, rows, _CHAINS_AT_ONCE).unbind())
         exchange = next(context.exchanges)
     return exchange

@@ -8,6 +8,7 @@ and the activation are ends of products as in `folded_linear.py`, whose definiti
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -21,6 +22,8 @@ from hf_paged.kernels.folded_linear import folded_linear_reference, folded_sum_r
 from hf_paged.kernels.packed_linear import multiprocessors
 from hf_paged.kernels.packed_weight import PackedWeight
 from hf_paged.kernels.reference_fused import RMSNorm
+
+logger = logging.getLogger(__name__)
 
 MAX_CHAIN_ROWS = 1
 STEP = 128  # channels of a scale; with 16 outputs 1 KiB of words
@@ -113,7 +116,7 @@ class LayerChain:
     def of(
         cls, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None], norms: tuple[RMSNorm, RMSNorm]
     ) -> LayerChain | None:
-        """None where something does not suit. Weights as `can_fold` takes them."""
+        """None where something does not suit, or the compiler refuses. Weights as `can_fold` takes them."""
         scales = weights[0].scales.dtype
         if any(norm.order is not None for norm in norms) or not all(_suits(weight, scales) for weight in weights):
             return None
@@ -121,8 +124,10 @@ class LayerChain:
             return None
         if sum(weight.packed.nbytes for weight in weights) > _MOST_BYTES:
             return None
-        chain = cls(weights=weights, bias=biases[3], norms=norms)
-        return chain if chain.shape(MAX_CHAIN_ROWS, _PROGRAMS).stages >= _LEAST_STAGES else None
+        chain, device = cls(weights=weights, bias=biases[3], norms=norms), weights[0].packed.device
+        shape = chain.shape(MAX_CHAIN_ROWS, multiprocessors(device.index) if device.type == "cuda" else _PROGRAMS)
+        fits = shape.stages >= _LEAST_STAGES  # few multiprocessors have many outputs each, and no room for weights
+        return chain if fits and (device.type != "cuda" or _compiles(shape, device.index)) else None
 
     @cached_property
     def maps(self) -> TensorMaps:
@@ -130,6 +135,10 @@ class LayerChain:
         warps = self.shape(1, _PROGRAMS).warps
         words = [_words(weight, 2 * warps) for weight in self.weights]
         return TensorMaps([*words, *(_scales(weight, 2 * warps) for weight in self.weights)])
+
+    def exchange_words(self, rows: int) -> int:
+        """int32 of a row of `new_exchange`, at least."""
+        return self.shape(rows, _PROGRAMS).exchange_words
 
     def shape(self, rows: int, programs: int) -> ChainShape:
         output, _, down, qkv = self.weights
@@ -185,7 +194,7 @@ def layer_chain_reference(attended: Tensor, residual: Tensor, chain: LayerChain)
 def new_exchange(chain: LayerChain, rows: int, chains: int) -> Tensor:
     """`[chains, words]` int32 for the calls of one step, each of which needs memory that none used before."""
     device = chain.weights[0].packed.device
-    words = chain.shape(rows, _PROGRAMS).exchange_words
+    words = chain.exchange_words(rows)
     return torch.full((chains, -(-words // 4) * 4), -1, dtype=torch.int32, device=device)
 
 
@@ -219,6 +228,17 @@ def layer_chain(attended: Tensor, residual: Tensor, chain: LayerChain, exchange:
             shape.programs, 32 * shape.warps + 32, arguments, overlap=overlap, cooperative=True
         )
     return hidden, qkv
+
+
+@cache
+def _compiles(shape: ChainShape, device: int) -> bool:
+    try:
+        with torch.cuda.device(device):
+            _kernel(shape, device)
+    except RuntimeError as error:
+        logger.warning("products between two attentions run one by one: %s", error)
+        return False
+    return True
 
 
 @cache

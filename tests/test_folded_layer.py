@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_paged import folded_layer, joined_linear
 from hf_paged.eval import bench_models
+from hf_paged.folded_layer import FoldedLayer
 from hf_paged.kernels import folded_linear, layer_chain
 from hf_paged.kernels.layer_chain import LayerChain
 from hf_paged.kernels.packed_weight import PackedWeight
@@ -54,6 +56,7 @@ class Definitions:
         return folded_linear.folded_sum_reference(x, weight, bias, residual, norm)
 
     def chain(self, x: Tensor, residual: Tensor, chain: LayerChain, exchange: Tensor) -> tuple[Tensor, Tensor]:
+        assert exchange.numel() >= chain.exchange_words(x.shape[0])
         self.exchanges.append(exchange)
         return layer_chain.layer_chain_reference(x, residual, chain)
 
@@ -103,6 +106,27 @@ def test_a_step_of_one_token_chains_each_layer_with_the_next_and_gives_the_same_
     monkeypatch.setattr("hf_paged.fused_layer.MAX_CHAIN_ROWS", 0)
     assert_same_logits(chained, step_logits(view, tokens=1))
     assert not definitions.exchanges
+
+
+def test_a_layer_with_a_larger_mlp_than_the_one_before_it_gets_memory_of_its_size(definitions: Definitions) -> None:
+    """Pruned models have such layers; memory for the chains of a step was of the first one's size."""
+    model = packed_model("cpu", mlp=768)
+    model.model.layers[0].mlp = packed_model("cpu", mlp=512).model.layers[0].mlp
+    view, _ = fused_view(model)
+    step_logits(view, tokens=1)
+    first, second = definitions.exchanges
+    assert second.numel() > first.numel() and (second == -1).all()
+
+
+def test_norms_of_another_dtype_than_hidden_states_do_not_fold(definitions: Definitions) -> None:
+    """The kernels read their weights as bf16; one in fp32, as some fine-tunings leave them, would be other numbers."""
+    layer = vars(fused_view(packed_model("cpu"))[0].model.layers[0])["forward"]
+    hidden, norms = torch.zeros(1, 1, 256, dtype=torch.bfloat16), (layer.input_norm, layer.mlp_norm, layer.next_norm)
+    assert FoldedLayer.of(layer.attention, layer.mlp, norms, hidden) is not None
+    for i, norm in enumerate(norms):
+        others = [*norms]
+        others[i] = replace(norm, weight=norm.weight.float())
+        assert FoldedLayer.of(layer.attention, layer.mlp, tuple(others), hidden) is None, i
 
 
 def test_a_layer_before_one_that_somebody_watches_is_no_chain(definitions: Definitions) -> None:

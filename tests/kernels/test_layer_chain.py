@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
+from hf_paged.kernels import layer_chain as layer_chain_module
 from hf_paged.kernels.cuda_kernel import compile_cubin, nvrtc
 from hf_paged.kernels.layer_chain import (
     MAX_CHAIN_ROWS,
@@ -72,6 +74,22 @@ def test_weights_that_the_kernel_does_not_know_make_no_chain() -> None:
             assert LayerChain.of(weights, biases, chain.norms) is None, (part, other)
     assert LayerChain.of(chain.weights, (chain.bias, *biases[1:]), chain.norms) is None
     assert LayerChain.of(chain.weights, biases, chain.norms) is not None
+
+
+def test_few_multiprocessors_or_a_compiler_that_refuses_make_no_chain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slice of a GPU has no room for the outputs that each program owns, and no request may fail of it."""
+    chain = random_chain("llama-3-8b")
+    assert chain.shape(1, 78).stages >= layer_chain_module._LEAST_STAGES > chain.shape(1, 16).stages
+
+    def refusing(*args: object) -> None:
+        raise RuntimeError("NVRTC refused layer_chain")
+
+    monkeypatch.setattr(layer_chain_module, "CudaKernel", refusing)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    assert not layer_chain_module._compiles.__wrapped__(chain.shape(1, 132), 7)
+    assert "NVRTC refused" in caplog.text
 
 
 @pytest.mark.parametrize("shape", SHAPES)
