@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hf_paged.kernels.decode_attention import attend_shares, base2_scale, join_launch, value_offset_of
+from hf_paged.kernels.decode_attention import attend_shares, base2_scale, channel_block, join_launch, value_offset_of
 from hf_paged.kernels.decode_join import joined, programs_of
 from hf_paged.kernels.decode_shares import value_offset
 from hf_paged.kernels.layout import AttentionMetadata, LayerKV
@@ -45,7 +45,8 @@ def join_recent_kernel(
     HEADS: tl.constexpr,  # of a program: GROUP or 1
     H_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,  # H_BLOCK, but as many as a matrix product has
-    K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_BLOCK: tl.constexpr,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    K_BLOCK: tl.constexpr,  # K_DIM padded, to 16 at least
     COLUMNS: tl.constexpr,  # of a program
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,  # taken at once
@@ -72,6 +73,7 @@ def join_recent_kernel(
     if OVERLAP:
         gdc_wait()
     row = tl.arange(0, ROWS)
+    tl.static_assert(K_BLOCK >= 16)  # the interpreter multiplies narrower ones, which no GPU does
     dk = tl.arange(0, K_BLOCK)
     q_mask = (row < HEADS)[:, None] & (dk < K_DIM)[None, :]
     q = tl.load(q_row + row[:, None] * q_stride_h + dk[None, :], mask=q_mask, other=0.0).to(k_ptr.dtype.element_ty)
@@ -198,7 +200,7 @@ def decode_recent(
         query, layer, before, whole, scale=scale, window=None, softcap=softcap, sinks=None, lse=whole_lse
     )
     grid, shape = join_launch(shares, num_seqs, layer.k.tensor.shape[1])
-    k, v, k_block = recent.k.tensor, recent.v.tensor, triton.next_power_of_2(recent.k.head_dim)
+    k, v, k_block = recent.k.tensor, recent.v.tensor, channel_block(recent.k.head_dim)
     join_recent_kernel[grid](
         out, whole, whole_lse, shares.partial, shares.lse, query, k, v, current.slots, current.starts, meta.seq_lens,
         query if sinks is None else sinks,

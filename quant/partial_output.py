@@ -26,7 +26,10 @@ from torch import Tensor
 from hf_paged.quant.quantize_report import LayerReport
 
 _SHARD_BYTES = 2 * 2**30  # of one weight file: also the CPU memory that putting a file together takes
-_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")  # not copied
+_WEIGHTS = (  # not copied
+    *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".onnx_data", ".h5", ".msgpack"),
+    *(".ot", ".npz", ".tflite", ".mlmodel"),
+)
 _TEMPLATES = "additional_chat_templates"
 
 

@@ -23,6 +23,7 @@ FEATURES = {
     "fp32 queries on int4": Shape(k_format=UINT4, group=2),
     "fp32 queries on int8": Shape(k_format=torch.int8, group=4, block_size=32),
     "int4": Shape(**INT4, group=4),
+    "head_dim below a tensor core's": Shape(dtype=torch.float16, k_format=torch.int8, head_dim=8, group=2),
     "int4 of one head each": Shape(**INT4, head_dim=128, block_size=32),
     "int8 keys, int4 values": Shape(dtype=torch.float16, k_format=torch.int8, v_format=UINT4, group=3),
     "fp8 keys, plain values": Shape(dtype=torch.float16, k_format=torch.float8_e4m3fn, v_format=torch.float16),

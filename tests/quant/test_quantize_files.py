@@ -197,12 +197,13 @@ def test_what_tokenizers_and_processors_are_made_of_comes_along_whatever_it_is_c
     for name in kept:
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
-    for name in ("training_args.bin", "original.pth", ".gitattributes"):
+    left = ("training_args.bin", "original.pth", ".gitattributes", "rust_model.ot", "model.ckpt", "model.onnx_data")
+    for name in left:
         (source / name).write_text("not this")
     quantize(source, tmp_path / "out", replace(CONFIG, method="rtn"))
     out = tmp_path / "out"
     assert all((out / name).read_text() == name for name in kept)
-    assert not {"training_args.bin", "original.pth", ".gitattributes"} & {path.name for path in out.iterdir()}
+    assert not {*left} & {path.name for path in out.iterdir()}
     assert json.loads((out / "quantize_report.json").read_text())["model"] == str(source)
 
 
