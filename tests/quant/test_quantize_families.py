@@ -54,13 +54,17 @@ def kl_divergence(model: PreTrainedModel, other: PreTrainedModel) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+# Nats that 8 bits may cost. These random models are chaotic: 4 bits cost 0.1 to 0.6, each bit fewer 4 times that. Where
+# a token meets another expert is a jump that the last bit of a sum decides, so what experts cost changes with the CPU.
+# One matrix with its columns moved by one costs 0.04 (Gemma) to 0.9 (GPT-OSS).
+_ALLOWED = {"gptq": 0.01, "awq": 0.01, "fp8": 0.1}
+_ALLOWED_WITH_EXPERTS = {"gptq": 0.1, "awq": 0.1, "fp8": 0.4}
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize(
-    ("method", "allowed"),  # nats; these random models are chaotic: 4 bits cost 0.1 to 0.6, each bit fewer 4 times that
-    [("gptq", 0.02), ("awq", 0.02), ("fp8", 0.4)],
-)
+@pytest.mark.parametrize("method", sorted(_ALLOWED))
 def test_a_family_loads_back_with_every_linear_quantized_and_its_function_kept(
-    family: str, method: str, allowed: float, tmp_path: Path
+    family: str, method: str, tmp_path: Path
 ) -> None:
     model = saved(family, tmp_path / "model")
     report = run(tmp_path / "model", tmp_path / "out", method=method, bits=8)
@@ -71,12 +75,13 @@ def test_a_family_loads_back_with_every_linear_quantized_and_its_function_kept(
         if isinstance(module, nn.Linear | Conv1D) and module is not loaded.get_output_embeddings()
     ]
     assert not plain
-    if "num_local_experts" in FAMILIES[family]:
+    experts = "num_local_experts" in FAMILIES[family]
+    if experts:
         packed = any(isinstance(module, PackedExperts) for module in loaded.modules())
         assert packed is (family not in _PLAIN_EXPERTS)
         assert any("experts" in name for name in report.plain) is (family in _PLAIN_EXPERTS)
     change = kl_divergence(model, loaded)
-    assert change < allowed, change
+    assert change < (_ALLOWED_WITH_EXPERTS if experts else _ALLOWED)[method], change
     assert all(linear.error < 0.002 for layer in report.layers for linear in layer.linears)
 
 
