@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -182,7 +183,7 @@ class CapturedStep:
                 self._tensors = run(self._inputs)
             return
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(self._graph, pool=pool, stream=_capture_stream(device)):
+        with _capturing(self._graph, pool, device):
             self._tensors = run(self._inputs)
 
     def replay(self, scheduled: Sequence[ScheduledRequest], sizes: StepSizes, index: np.ndarray) -> StepTensors:
@@ -207,7 +208,7 @@ class StepGraphs:
         self._max_model_len = max_model_len
         self._device = device
         self._steps: dict[StepBucket, CapturedStep] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pool = _new_pool(device)
         self._broken: set[str] = set()
         self._too_large: set[StepBucket] = set()
         self.num_captured = 0
@@ -245,15 +246,16 @@ class StepGraphs:
             step = CapturedStep(
                 run, self._builder, bucket, block_size=self._config.block_size, device=self._device, pool=self._pool
             )
-        except torch.OutOfMemoryError:  # says nothing about the model
-            if self._config.cuda_graphs is True:
-                raise
-            logger.warning("no memory to capture %s; such steps run without a graph", bucket)
-            self._too_large.add(bucket)
-            return None
         except RuntimeError as error:
             if self._config.cuda_graphs is True:
                 raise
+            if isinstance(error, torch.OutOfMemoryError):  # says nothing about the model
+                logger.warning("no memory to capture %s; such steps run without a graph", bucket)
+                self._too_large.add(bucket)
+                return None
+            self._pool = _new_pool(
+                self._device
+            )  # torch before 2.12 never captures into that of an invalid capture again
             level = logging.WARNING if self._device.type == "cuda" else logging.INFO
             logger.log(level, "%s run without graphs: this model cannot be captured (%s)", _kind(bucket), error)
             self._broken.add(_kind(bucket))
@@ -261,6 +263,32 @@ class StepGraphs:
         self._steps[bucket] = step
         self.num_captured += 1
         return step
+
+
+def _new_pool(device: torch.device) -> Any:
+    """Memory that graphs share, one being replayed at a time."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
+    """`torch.cuda.graph` on a stream of `device`.
+
+    A capture that became invalid cannot be ended: torch raises that in place of the error that made it so, and stays on
+    the stream.
+    """
+    cause: BaseException | None = None
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=_capture_stream(device)):
+                try:
+                    yield
+                except BaseException as error:
+                    cause = error
+                    raise
+        finally:
+            if cause is not None:
+                raise cause
 
 
 @cache

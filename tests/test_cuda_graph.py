@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tiny_engine import llm, tiny_llama, tiny_mistral
 from transformers import PreTrainedModel
 
-from hf_paged.cuda_graph import CapturedStep, StepBucket, StepGraphs
+from hf_paged.cuda_graph import CapturedStep, StepBucket, StepGraphs, StepTensors
 from hf_paged.model_inputs import ModelInputs, StepSizes
 from hf_paged.request import Request, ScheduledRequest
 from hf_paged.sampling_params import SamplingParams
@@ -135,27 +136,91 @@ def test_a_step_without_the_memory_for_its_capture_runs_without_it(
     assert caplog.text.count("no memory to capture") == 1
 
 
+class Streams:
+    """Stands for `torch.cuda` while steps are captured; tensors stay on the CPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = "the caller's"
+        self.captures: list[object] = []
+        self.pools = 0
+        self.is_valid = True
+        names = {"CUDAGraph": object, "current_stream": lambda device: self.current, "device": nullcontext}
+        names |= {"stream": self.stream, "graph": self.graph, "graph_pool_handle": self.pool}
+        for name, stand_in in names.items():
+            monkeypatch.setattr(f"torch.cuda.{name}", stand_in)
+        monkeypatch.setattr("hf_paged.cuda_graph._capture_stream", "stream of {}".format)
+        monkeypatch.setattr("torch.zeros", lambda *args, device, zeros=torch.zeros, **kw: zeros(*args, **kw))
+
+    def pool(self) -> int:
+        self.pools += 1
+        return self.pools
+
+    @contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: object, pool: object, stream: str) -> Iterator[None]:
+        """As torch: the end of an invalid capture raises before the stream is left."""
+        self.captures.append((pool, stream))
+        before, self.current, self.is_valid = self.current, stream, True
+        try:
+            yield
+        finally:
+            if not self.is_valid:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            self.current = before
+
+
+SECOND = torch.device("cuda:1")
+
+
 def test_steps_are_captured_on_the_device_of_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own capture stream is one a process: a model on another device would run beside an empty graph."""
+    runner, streams = llm(tiny_llama(), max_num_seqs=8, max_model_len=64).engine.runner, Streams(monkeypatch)
     entered: list[object] = []
-    monkeypatch.setattr("torch.cuda.CUDAGraph", lambda: "graph")
-    monkeypatch.setattr("torch.cuda.Stream", lambda device: f"stream of {device}")
     monkeypatch.setattr("torch.cuda.device", lambda device: entered.append(device) or nullcontext())
-    monkeypatch.setattr(
-        "torch.cuda.graph", lambda graph, pool, stream: entered.append((graph, pool, stream)) or nullcontext()
-    )
-    engine = llm(tiny_llama(), max_num_seqs=8, max_model_len=64).engine
     bucket = StepBucket(num_decodes=8, num_prompt_tokens=0, max_seq_len=64)
-    second = torch.device("cuda:1")  # its tensors stay on the CPU
-    monkeypatch.setattr("torch.zeros", lambda *args, device, zeros=torch.zeros, **kw: zeros(*args, **kw))
-    runner = engine.runner
     with torch.inference_mode():
-        CapturedStep(
-            runner._run_captured,
-            runner.builder,
-            bucket,
-            block_size=16,
-            device=second,
-            pool="pool",
-        )
-    assert entered == [second, ("graph", "pool", f"stream of {second}")]
+        CapturedStep(runner._run_captured, runner.builder, bucket, block_size=16, device=SECOND, pool="pool")
+    assert entered == [SECOND] and streams.captures == [("pool", f"stream of {SECOND}")]
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "pools"),
+    [
+        (RuntimeError("a wait"), "this model cannot be captured (a wait)", [1, 2]),
+        (torch.OutOfMemoryError("4 GiB"), "no memory to capture", [1, 1]),
+        (None, "this model cannot be captured (operation failed due to a previous error", [1, 2]),
+    ],
+)
+def test_an_invalid_capture_is_left_and_what_made_it_invalid_is_told(
+    error: RuntimeError | None,
+    told: str,
+    pools: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Else every later step runs on the stream of the capture, and one without memory is taken for a broken model."""
+    engine, streams = llm(tiny_llama(), max_num_seqs=8, max_model_len=64).engine, Streams(monkeypatch)
+    config = replace(engine.config, cuda_graphs="auto")
+    graphs = StepGraphs(engine.runner.builder, config, max_model_len=64, device=SECOND)
+
+    def run(inputs: ModelInputs) -> StepTensors:
+        tensors = engine.runner._run_captured(inputs)
+        if streams.current == f"stream of {SECOND}" and len(inputs.input_ids) > 8:
+            streams.is_valid = False
+            if error is not None:
+                raise error
+        return tensors
+
+    with torch.inference_mode():
+        assert graphs.get(planned(1, 30), run) is None
+        assert streams.current == "the caller's"
+        assert told in caplog.text
+        assert graphs.get(planned(1, 1), run) is not None
+    assert [pool for pool, _ in streams.captures] == pools

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -159,6 +160,32 @@ def test_a_graph_that_one_batch_captured_serves_longer_sequences(model: LlamaFor
         params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
         a, b = (x.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for x in (graphs, plain))
         assert a == b
+
+
+@pytest.mark.parametrize(
+    ("disturb", "told"),
+    [
+        (lambda: torch.cuda.current_stream().synchronize(), "cannot be captured"),
+        (lambda: torch.empty(2**46, device="cuda"), "no memory to capture"),
+    ],
+    ids=["waits", "has no memory"],
+)
+def test_a_capture_that_fails_leaves_its_stream_and_the_engine_goes_on(
+    disturb: Callable[[], object], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch stays on the stream of a capture that became invalid, and tells what followed from the error."""
+    model, stream = llama(), torch.cuda.current_stream()
+    expected, _ = generate(model, cuda_graphs=False)
+
+    def hook(*args: object) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            disturb()
+
+    model.model.layers[1].mlp.register_forward_hook(hook)
+    got, _ = generate(model)
+    assert torch.cuda.current_stream() == stream
+    assert got == expected
+    assert told in caplog.text and "previous error" not in caplog.text
 
 
 def test_a_second_generate_captures_and_builds_nothing() -> None:
