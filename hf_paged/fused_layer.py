@@ -44,7 +44,7 @@ class FusedLayer:
     next_norm: RMSNorm | None = None  # the input norm of the fused layer that follows
     following: FusedLayer | None = None  # that layer
     is_last: bool = False  # what follows reads each token by itself, and in the end some of them only
-    _made: LayerChain | None = None  # once asked for
+    _made: LayerChain | None = None  # once asked for; where weights lie then, as captured steps know it
     _asked: bool = False
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -44,6 +44,8 @@ class LLM:
     Calls of several threads are served one after the other; while a stream is open, other calls raise RuntimeError, on
     other threads too. Weights may be written in place between calls; cached prefixes are forgotten then. Writes
     through `.data` show only in bf16 weights on a CPU: after them, call `llm.engine.scheduler.reset_prefix_cache()`.
+    Weights may move between calls, too (`model.to`, `parameter.data = x`). While a call runs or a stream is open they
+    must not: captured steps and kernels with tensor maps read the old memory, freed or not, until the next call.
 
     Args:
         model: a folder or hub name, loaded with `AutoModelForCausalLM` (16-bit, AWQ, GPTQ, FP8, ...), or a loaded
