@@ -150,7 +150,9 @@ def _beside_weights(source: str) -> list[tuple[Path, Path]]:
     processors and code, whatever they are called."""
     folder = Path(source)
     if not folder.is_dir():
-        folder = Path(snapshot_download(source, ignore_patterns=[f"*{suffix}" for suffix in _WEIGHTS]))
+        weights = [f"*{suffix}" for suffix in _WEIGHTS]
+        snapshot_download(source, allow_patterns=f"{_TEMPLATES}/*", ignore_patterns=weights)
+        folder = Path(snapshot_download(source, ignore_patterns=["*/*", *weights]))  # the others hold weights, too
     found = sorted(path for path in [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")] if path.is_file())
     return [
         (path, path.relative_to(folder))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from quantize_runs import CONFIG, ids, quantize
 from safetensors.torch import load_file
 from torch import Tensor
@@ -205,6 +206,26 @@ def test_what_tokenizers_and_processors_are_made_of_comes_along_whatever_it_is_c
     assert all((out / name).read_text() == name for name in kept)
     assert not {*left} & {path.name for path in out.iterdir()}
     assert json.loads((out / "quantize_report.json").read_text())["model"] == str(source)
+
+
+def test_no_more_is_fetched_from_the_hub_than_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders beside the model (original weights, exports) may be larger than it."""
+    copied = ["README.md", "additional_chat_templates/tool.jinja", "modeling_own.py", "tekken.json", "vocab.txt"]
+    other = ["original/params.json", "original/tokenizer.model", "onnx/config.json", "runs/a/log", "figures/b.png"]
+    weights = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "model.gguf", "onnx/m.onnx"]
+    weights += ["additional_chat_templates/adapter.safetensors"]
+
+    def snapshot_download(source: str, **patterns: Any) -> str:
+        assert source == "somebody/model"
+        for name in filter_repo_objects([*copied, *other, *weights], **patterns):
+            (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(partial_output, "snapshot_download", snapshot_download)
+    found = partial_output._beside_weights("somebody/model")
+    assert sorted(place.as_posix() for _, place in found) == copied
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()) == copied
 
 
 def test_large_models_are_written_as_shards_that_load(
