@@ -43,11 +43,6 @@ class BlockPool:
         """Blocks that `allocate` can give, those with cached content included."""
         return len(self._free)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks that can be found by their content."""
-        return len(self._key_of)
-
     def grow(self, num_blocks: int) -> None:
         """Add free blocks until there are `num_blocks`."""
         assert num_blocks >= self.num_blocks, f"a pool of {self.num_blocks} blocks cannot shrink to {num_blocks}"

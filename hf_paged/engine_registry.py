@@ -89,11 +89,6 @@ class EngineRegistry:
             with _held(slot):
                 slot.engine = None
 
-    def engine_of(self, model: PreTrainedModel) -> Engine | None:
-        """The model's engine, if a call has made one."""
-        slot = self._slots.get(model)
-        return None if slot is None else slot.engine
-
     def clear(self) -> None:
         with self._lock:
             self._slots.clear()

@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 STEP = 128  # channels of a unit
 MAX_FEW_ROWS = 16
 MAX_PROGRAMS = 16  # of a tile of many tokens that they share evenly: bits of its counter
-MAX_CLUSTER = 8  # programs of a cluster, on every GPU that has clusters
 # clusters of so many programs that run at once on 132 multiprocessors, by the programs that fit one of these
 _AT_ONCE = {1: {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 8: 15}, 2: {2: 132, 3: 79, 4: 62, 5: 47, 6: 39, 8: 30}}
 _SHARED_BYTES = 227 * 1024 - 1024  # of one program, less what the compiler takes

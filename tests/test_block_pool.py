@@ -105,7 +105,7 @@ def test_of_two_blocks_with_one_content_the_first_is_found_and_both_come_home() 
     pool.free(blocks)
     pool.allocate(2)
     pool.check_integrity([[1], [2]])
-    assert pool.num_cached == 0
+    assert pool.find(0, names([1, 2])[0]) is None
 
 
 def test_forgetting_all_content_leaves_the_holders_alone() -> None:

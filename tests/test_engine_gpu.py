@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiny_engine import engine_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_paged import LLM, SamplingParams
-from hf_paged.engine_registry import ENGINES
 
 pytestmark = pytest.mark.gpu
 
@@ -193,14 +193,14 @@ def test_a_second_generate_captures_and_builds_nothing() -> None:
     ids = torch.randint(1, 1000, (16, 30), device="cuda")
     call = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": "paged", "eos_token_id": None}
     first = model.generate(ids, attention_mask=torch.ones_like(ids), **call)
-    engine = ENGINES.engine_of(model)
+    engine = engine_of(model)
     assert engine is not None and engine.runner.graphs is not None
     captured = engine.runner.graphs.num_captured
     assert captured > 0
     assert engine.kv_cache.num_bytes < 2 * 16 * 70 * engine.kv_cache.bytes_per_token, "sized by the call"
     second = model.generate(ids, attention_mask=torch.ones_like(ids), **call)
     assert torch.equal(first, second)
-    assert ENGINES.engine_of(model) is engine and engine.runner.graphs.num_captured == captured
+    assert engine_of(model) is engine and engine.runner.graphs.num_captured == captured
 
 
 def test_an_engine_goes_with_its_model() -> None:

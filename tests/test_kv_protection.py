@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from model_zoo import left_padded, prompts, tiny_model
+from tiny_engine import engine_of
 from transformers import PreTrainedModel
 
 from hf_paged import LLM, PagedCache, SamplingParams
 from hf_paged.config import EngineConfig
-from hf_paged.engine_registry import ENGINES
 from hf_paged.kv_protection import ERROR_BUDGETS, KVPlan, plan_layers
 from hf_paged.kv_scales import KVScales, LayerScales, SideScales
 from hf_paged.layer_probe import LayerSpec
@@ -186,7 +186,7 @@ def test_a_changed_model_is_measured_again() -> None:
 
     def offset() -> torch.Tensor:
         model.generate(**inputs, max_new_tokens=2, cache_implementation="paged", cache_config=options)
-        engine = ENGINES.engine_of(model)
+        engine = engine_of(model)
         assert engine is not None
         transform = engine.kv_cache.layers[0].transform
         assert transform is not None

@@ -164,7 +164,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = [request for request in live if request.is_held] or live
         if what == "reset":
             self.scheduler.reset_prefix_cache()
-            assert self.scheduler.blocks.pool.num_cached == 0
+            find = self.scheduler.blocks.pool.find
+            assert not any(find(0, name) for request in live for name in request.block_hashes)
         elif live:
             request = live[index % len(live)]
             happened["end while held"] += request.is_held

@@ -6,6 +6,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from hf_paged import LLM, RequestOutput, SamplingParams
+from hf_paged.engine import Engine
+from hf_paged.engine_registry import ENGINES
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LENGTHS = (5, 40, 70, 33, 1, 64)
@@ -38,6 +40,12 @@ def prompts() -> list[list[int]]:
 
 def llm(model: PreTrainedModel, **options: object) -> LLM:
     return LLM(model, **{"num_blocks": 120, "block_size": 16, **options})  # type: ignore[arg-type]  # mixed values
+
+
+def engine_of(model: PreTrainedModel) -> Engine | None:
+    """What `generate()` keeps for a model."""
+    slot = ENGINES._slots.get(model)
+    return None if slot is None else slot.engine
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:

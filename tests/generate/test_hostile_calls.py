@@ -12,12 +12,12 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from model_zoo import VOCAB, left_padded, prompts, tiny_model
+from tiny_engine import engine_of
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hf_paged
 from hf_paged import PagedCache
-from hf_paged.engine_registry import ENGINES
 
 BATCH = left_padded(prompts((5, 9)))
 IDS = BATCH["input_ids"]
@@ -118,7 +118,7 @@ def test_what_cannot_be_done_is_named_and_the_next_call_works(
         call(model, **inputs, **PAGED)
     assert (model.config.to_dict(), model.generation_config.to_dict()) == before
     assert torch.equal(call(model, ONE, **PAGED), call(model, ONE))
-    engine = ENGINES.engine_of(model)
+    engine = engine_of(model)
     assert engine is not None
     engine.scheduler.check_integrity()
     assert not engine.has_work
@@ -196,7 +196,7 @@ def test_an_allocator_that_refuses_is_the_callers_exception_as_in_dense_generate
         patch.setattr("hf_paged.model_runner.rope_write", refuse)
         with pytest.raises(torch.OutOfMemoryError, match="no memory"):
             call(model, ONE, **PAGED)
-    engine = ENGINES.engine_of(model)
+    engine = engine_of(model)
     assert engine is not None
     assert engine.failure is None, "its frames would keep the call's tensors, and the next error would be taken for it"
     assert torch.equal(call(model, ONE, **PAGED), call(model, ONE))
@@ -212,7 +212,7 @@ def test_rows_that_could_fill_the_memory_wait_instead(monkeypatch: pytest.Monkey
     if sample:
         options |= {"repetition_penalty": 1.3}
     paged = model.generate(**options, **PAGED, cache_config={"block_size": 16})
-    engine = ENGINES.engine_of(model)
+    engine = engine_of(model)
     assert engine is not None and engine.kv_cache.num_blocks * 16 < 6 * 120
     assert torch.equal(paged, model.generate(**options))
 
@@ -260,13 +260,13 @@ def test_release_frees_the_pages_of_a_model_and_its_next_call_makes_others(model
     dense = call(model, ONE)
     for options in ({}, {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]}):
         call(model, ONE, **options, **PAGED)
-        engine = ENGINES.engine_of(model)
+        engine = engine_of(model)
         assert engine is not None
         pages = weakref.ref(engine.kv_cache)
         del engine
         hf_paged.release(model)
         gc.collect()
-        assert pages() is None and ENGINES.engine_of(model) is None
+        assert pages() is None and engine_of(model) is None
         assert torch.equal(call(model, ONE, **PAGED), dense)
     hf_paged.release(model)
     hf_paged.release(model)  # there is nothing any more
