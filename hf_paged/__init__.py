@@ -6,17 +6,9 @@ Importing the package registers it with Transformers; `unregister()` undoes that
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-try:
-    from hf_paged.registration import register, unregister
-except KeyboardInterrupt:  # of the command, while it imports torch: it ends as it would later
-    if Path(sys.argv[0]).stem != "hf-paged":
-        raise
-    sys.stderr.write("interrupted\n")
-    raise SystemExit(130) from None
+from hf_paged.registration import register, unregister
 
 if TYPE_CHECKING:
     from hf_paged.config import EngineConfig

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,27 +234,3 @@ def test_a_label_that_is_no_mapping_is_named(model_path: Path, tmp_path: Path, c
     refused(run(*(word.format(labelled) for word in command)), 1, "quantization_config is [1]; expected a JSON object")
     with pytest.raises(ValueError, match=r"quantization_config is \[1\]"):
         LLM(labelled)
-
-
-INTERRUPTED = """
-import sys
-
-class Interrupts:
-    def find_spec(self, name, *rest):
-        if name == "torch":
-            raise KeyboardInterrupt
-
-sys.meta_path.insert(0, Interrupts())
-sys.argv = [{command!r}, "--help"]
-import hf_paged.cli
-"""
-
-
-@pytest.mark.parametrize(("command", "code"), [("/usr/bin/hf-paged", 130), ("/home/me/notebook.py", -2)])
-def test_ctrl_c_while_torch_is_imported_ends_the_command_and_is_left_to_others(command: str, code: int) -> None:
-    """Importing takes seconds, in which many a Ctrl-C falls; a program of somebody's own decides for itself."""
-    made = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED.format(command=command)], capture_output=True, text=True, check=False
-    )
-    assert made.returncode in (code, 130)  # 130: of Pythons that do not end by the signal
-    assert (made.stderr == "interrupted\n") == (code == 130), made.stderr
