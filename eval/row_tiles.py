@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-ROWS = 256
+ROWS = (
+    576  # whole registers of any kernel, also of a thread's part of them: AVX2 takes 6 rows at once, and others apart
+)
 
 
 class RowTiles(TorchFunctionMode):

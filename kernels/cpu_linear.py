@@ -96,7 +96,8 @@ def _own_kernel() -> bool:
 def _onednn_kernel() -> bool:
     found = _instructions()
     fast = bool(found.get("avx512_bf16") or found.get("amx_bf16"))
-    return fast and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    operators = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return fast and operators and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # a user may have told oneDNN otherwise
 
 
 class ReorderedWeight:

@@ -279,8 +279,8 @@ def _prefill(
     """The queries of one sequence: `q` `[q_len, kv_heads, group, head_dim]` -> `[q_len, heads, v_head_dim]`.
 
     Keys are taken in whole tiles, counted from position 0, zeros where there are none: with a tile of `_KEY_TILE` a row
-    is summed in the same order, to the same bits, however a prompt is cut. 16-bit rows, and layers that torch's
-    blockwise kernel does not take, do without (`tile` 1).
+    is summed in the same order, with AVX-512 to the same bits, however a prompt is cut. 16-bit rows, and layers that
+    torch's blockwise kernel does not take, do without (`tile` 1).
 
     `own`: K and V of these tokens as they came, `[q_len, kv_heads, head_dim]`, which the queries of each block read.
     """

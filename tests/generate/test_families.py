@@ -206,7 +206,7 @@ def test_sixteen_bits_differ_from_dense_only_where_two_tokens_tie(family: str, d
     differs = paged != dense.argmax(-1)
     gaps = (likeliest[:, 0] - likeliest[:, 1])[differs]
     assert (gaps <= 4 * torch.finfo(dtype).eps * dense.abs().max()).all()
-    assert differs.float().mean() < (0.01 if dtype is torch.float16 else 0.05)
+    assert differs.float().mean() < (0.02 if dtype is torch.float16 else 0.05)
 
 
 class Recorder(BaseStreamer):

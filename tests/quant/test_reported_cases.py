@@ -57,12 +57,16 @@ def linear(cell: Cell, weight: torch.Tensor, dtype: torch.dtype) -> tuple[Packed
 def test_either_convention_of_zero_points_comes_back_bit_for_bit(
     bits: int, version: int, groups: int, rows: int, data: st.DataObject
 ) -> None:
-    """AutoGPTQ 325 and 640: the zero 0, stored as 0 - 1, and the largest zero are where conventions break."""
+    """AutoGPTQ 325 and 640: the zero 0, stored as 0 - 1, and the largest zero are where conventions break.
+
+    Few zeros are drawn: where codes are far from most zeros, as no tool writes them, the data would speak against the
+    label.
+    """
     n, k = 32 * rows, 32 * groups
     cell = Cell(bits=bits, version=version)
     integers = random_integers(cell, n, k, seed=data.draw(st.integers(0, 99)))
-    zeros = data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=n, max_size=n))
-    integers.zeros[0] = torch.tensor(zeros, dtype=torch.uint8)
+    zeros = data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=1, max_size=8))
+    integers.zeros[0, : len(zeros)] = torch.tensor(zeros, dtype=torch.uint8)
     tensors = pack_linear(cell, integers)
     specs = {name: TensorSpec(dtype=NAMES[value.dtype], shape=tuple(value.shape)) for name, value in tensors.items()}
     layout = identify("m", specs, k, n, Label(bits=bits, group_size=32, zero_offset=2 - version))
