@@ -170,9 +170,11 @@ def check_output(output: Path) -> None:
     """Refuse what a folder cannot be renamed to: something that is there, or below a file or a locked folder.
 
     Raises:
-        ValueError: `output` is a file, a link, or a folder that holds something.
+        ValueError: `output` has no name, is a file, a link, or a folder that holds something.
         OSError: it cannot be made where it shall be.
     """
+    if not output.name:
+        raise ValueError(f"output={str(output)!r} names no new folder (an empty name is '.')")
     if output.is_symlink():
         raise ValueError(f"output={str(output)!r} is a link; name the folder itself")
     if output.is_file():

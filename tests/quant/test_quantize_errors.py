@@ -245,6 +245,14 @@ def test_an_output_that_holds_something_is_never_touched(model_path: Path, tmp_p
     assert (tmp_path / "out" / "config.json").exists()
 
 
+@pytest.mark.usefixtures("no_weights_read")
+@pytest.mark.parametrize("output", ["", ".", "/"])
+def test_an_output_without_a_name_is_told_as_that(output: str, model_path: Path) -> None:
+    """An empty one is the current folder, which "exists and is not empty", or has no name to add ".partial" to."""
+    with pytest.raises(ValueError, match=r"output='[./]' names no new folder \(an empty name is '.'\)"):
+        quantize(model_path, Path(output))
+
+
 def test_a_disk_that_is_too_small_is_told_before_work(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
