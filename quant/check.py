@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_paged.kernels.fp8_linear import fp8_linear_reference, quantizes_activations
 from hf_paged.kernels.packed_weight import TILE_N, packed_linear_reference
+from hf_paged.quant.damage import MANY, is_constant
 from hf_paged.quant.fp8 import Fp8Linear
 from hf_paged.quant.linear import PackedLinear
 from hf_paged.quant.scaled_activation import ScaledActivation
@@ -77,6 +78,28 @@ def check_order(model: nn.Module, failed: Container[str] = ()) -> list[str]:
         "the file is damaged"
         for name, promised in broken
         if keep[promised]
+    ]
+
+
+def check_zeros(model: nn.Module, failed: Container[str] = ()) -> list[str]:
+    """Linears that alone have no zero points but the midpoint, which is 0 in signed ones, as sentences: a file holds
+    those behind all codes, and zeros where it was not written to its end. Where all are so, the label lies."""
+    kept, lost = 0, []
+    for name, module in model.named_modules():
+        if not isinstance(module, PackedLinear) or name in failed or not module.layout.asymmetric:
+            continue
+        suffix, scales = module.layout.zeros_name, module.scales
+        spec = module.layout.tensors.get(suffix)
+        if spec is None or spec.dtype != "I8" or scales.numel() < MANY:
+            continue
+        if module.zeros is not None:
+            kept += 1
+        elif not scales.is_meta and not is_constant(scales):  # else a weight of zeros
+            lost.append(f"{name}.{suffix}")
+    return [
+        f"tensor {name}: expected zero points that differ, as {kept} others have, found only 0: the file is damaged"
+        for name in lost
+        if kept
     ]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_paged.quant.weight import QuantizedWeight
 
-_MANY = 32  # values that agree by chance once in 2 ** 32
+MANY = 32  # values that agree by chance once in 2 ** 32
 _SAMPLE = 4096
 _REMEDY = "the file is damaged: fetch it again"
 
@@ -30,7 +30,7 @@ def check_weight(weight: QuantizedWeight, *, codes: str, zeros: str, scales: str
         return
     if not bool(weight.scales.any()):
         raise ValueError(f"tensor {scales}: expected a scale other than 0; {_REMEDY}")
-    if weight.zeros is not None and weight.zeros.numel() >= _MANY and is_constant(weight.zeros):
+    if weight.zeros is not None and weight.zeros.numel() >= MANY and is_constant(weight.zeros):
         raise ValueError(
             f"tensor {zeros}: expected zero points that differ or are the midpoint {middle}, "
             f"found {int(weight.zeros.reshape(-1)[0])} for all; {_REMEDY}"
@@ -61,5 +61,5 @@ def _check_signs(name: str, weight: QuantizedWeight) -> None:
             f"tensor {name}: expected scales >= 0 beside zero points, found {negative} negative of {scales.numel()}; "
             f"{_REMEDY}"
         )
-    if negative == scales.numel() >= _MANY:
+    if negative == scales.numel() >= MANY:
         raise ValueError(f"tensor {name}: expected scales of either sign, found {negative} negative ones; {_REMEDY}")

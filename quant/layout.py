@@ -89,6 +89,7 @@ class Layout:
     zero_offset: int  # GPTQ only: what the label says; the data may overrule it at reading
     tensors: Mapping[str, TensorSpec]
     act_order: bool = False  # what the label says: `g_idx` is not the natural order
+    asymmetric: bool = False  # likewise: zero points are not all the midpoint
     stored_offset: int | None = None  # GPTQ only: what all layers of the file say together, where that is clear
 
     @property
@@ -141,6 +142,7 @@ def identify(name: str, found: Mapping[str, TensorSpec], in_features: int, out_f
                     zero_offset=label.zero_offset,
                     tensors=dict(found),
                     act_order=label.act_order is True,
+                    asymmetric=label.symmetric is False,
                 )
             failures.append(problem)
     nearest = max(failures, key=lambda failure: failure[0])[1]  # the label's on a tie

@@ -24,7 +24,7 @@ from transformers.quantizers.base import HfQuantizer
 from hf_paged.kernels.packed_linear import fits_kernel
 from hf_paged.kernels.packed_weight import field_bits
 from hf_paged.private_transformers import skip_initialization
-from hf_paged.quant.check import check_kernels, check_order, check_values
+from hf_paged.quant.check import check_kernels, check_order, check_values, check_zeros
 from hf_paged.quant.config import CheckpointConfig
 from hf_paged.quant.convert import Repack, converters
 from hf_paged.quant.experts import Fp8Stack, PackedExperts, PackedStack
@@ -137,7 +137,8 @@ class CheckpointLoader(HfQuantizer):
                     self.repack.failed.add(name)
         self._cast_renamed(model)
         failed = self.repack.failed
-        self.problems += self._never_loaded(model) or [*check_values(model, failed), *check_order(model, failed)]
+        checks = (check_values, check_order, check_zeros)
+        self.problems += self._never_loaded(model) or [text for check in checks for text in check(model, failed)]
         refuse_problems("used", self.problems)
         if self.quantization_config.self_check:
             check_kernels(model)

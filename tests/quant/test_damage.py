@@ -157,6 +157,23 @@ def test_zero_points_that_a_file_lost_altogether_are_missed(tmp_path: Path) -> N
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [Cell(kind="int8", bits=8), Cell(kind="compressed", unpacked_zeros=True), Cell(kind="int8", bits=8, group_size=-1)],
+)
+def test_signed_zero_points_that_were_not_written_are_told_by_those_of_others(cell: Cell, tmp_path: Path) -> None:
+    """They lie at the end of a file, and its zeros are the midpoint: the weight of a symmetric layer, and another."""
+    write_model(tiny_model("llama"), tmp_path, cell)
+    tail = [name for name in load_file(tmp_path / "model.safetensors") if name.endswith("weight_zero_point")]
+    lost = {name: f"tensor {name}: expected zero points that differ, as 18 others" for name in tail[-3:]}
+    _damage(tmp_path, lambda state: [state[name].zero_() for name in lost])
+    with pytest.raises(ValueError, match="tensor") as raised:
+        load(tmp_path)
+    assert all(problem in str(raised.value) for problem in lost.values()) and "(3 problems)" in str(raised.value)
+    _damage(tmp_path, lambda state: [state[name].zero_() for name in tail])
+    load(tmp_path)  # all alike: symmetric weights with a label that lies
+
+
 def test_an_act_order_that_a_file_lost_altogether_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Asked for and never made, compressed-tensors writes no order either: no error, but not silent."""
     write_model(tiny_model("llama"), tmp_path, Cell(kind="compressed"))
