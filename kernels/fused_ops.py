@@ -148,8 +148,8 @@ def input_tokens(input_ids: Tensor, token_rows: Tensor, last_token: Tensor) -> T
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows `ids` `[...]` int64 of `weight` `[V, K]`, `[..., K]`."""
-    if not (ids.is_cuda and weight.is_contiguous()):
+    """Rows `ids` `[...]` of `weight` `[V, K]`, `[..., K]`."""
+    if not (ids.is_cuda and ids.dtype == torch.int64 and weight.is_contiguous()):
         return torch.nn.functional.embedding(ids, weight)
     from hf_paged.kernels.step_tokens import embedding as launch
 

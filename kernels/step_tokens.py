@@ -109,6 +109,7 @@ def input_tokens(input_ids: Tensor, token_rows: Tensor, last_token: Tensor) -> T
 @on_device
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """`fused_ops.embedding` on a GPU."""
+    assert ids.dtype == torch.int64, ids.dtype  # offsets are as wide as ids
     k = weight.shape[1]
     out = torch.empty((*ids.shape, k), dtype=weight.dtype, device=weight.device)
     _embedding[(ids.numel(), triton.cdiv(k, _CHANNELS))](

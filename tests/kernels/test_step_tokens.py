@@ -29,6 +29,14 @@ def test_a_token_gets_its_own_row(channels: int, shape: tuple[int, ...]) -> None
     assert torch.equal(embedding(ids, weight), torch.nn.functional.embedding(ids, weight))
 
 
+def test_ids_of_32_bits_are_left_to_torch() -> None:
+    """Offsets as wide as they are would overflow in a table of 2 ** 31 numbers."""
+    weight, ids = torch.randn(40, 48, device=DEVICE), torch.randint(40, (3,), device=DEVICE)
+    with pytest.raises(AssertionError, match="int32"):
+        embedding(ids.int(), weight)
+    assert torch.equal(fused_ops.embedding(ids.int(), weight), weight[ids])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [7, 8192, 20000])
 def test_the_likeliest_token_is_the_lowest_of_equal_ones_and_its_row_keeps_it(
