@@ -22,6 +22,7 @@ def range_products_reference(
 
     Args: `values`, `wanted` `[columns, N]` fp32; `inverse [columns, N or 1]` fp32; `block [columns, columns]` fp32,
     symmetric; `scales`, `zeros` `[tried, N]` fp32; `top` the largest code. Returns `[tried, N]` fp32 twice.
+    Scales are not 0: what a code of 0 / 0 becomes differs with the device.
     """
     along, square = [], []
     batch = max(1, _ELEMENTS // values.numel())
