@@ -283,3 +283,10 @@ def test_a_dropped_engine_frees_its_pages_at_once(model: LlamaForCausalLM) -> No
         assert torch.cuda.memory_allocated() < before + size // 2
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_on_another_gpu_is_captured_and_served_there(model: LlamaForCausalLM) -> None:
+    """Kernels that went to the stream of the current device would leave a captured step empty."""
+    assert generate(llama().to("cuda:1"))[0] == generate(model)[0]
+    assert torch.cuda.current_device() == 0

@@ -12,7 +12,7 @@ from test_fusion import assert_same_logits, fused_view, step_logits
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_paged import folded_layer, joined_linear
+from hf_paged import LLM, CompletionOutput, SamplingParams, folded_layer, joined_linear
 from hf_paged.eval import bench_models
 from hf_paged.folded_layer import FoldedLayer
 from hf_paged.kernels import folded_linear, layer_chain
@@ -188,3 +188,52 @@ def test_chained_layers_give_the_logits_of_fused_ones_on_the_gpu(monkeypatch: py
     assert len(calls) == 2
     monkeypatch.setattr(folded_layer, "can_fold", lambda x, weight: False)
     assert_same_logits(chained, step_logits(view, tokens=1))
+
+
+def outputs_in_turn(requests: Sequence[tuple[LLM, list[int]]], tokens: int) -> list[CompletionOutput]:
+    """A step of each engine after one of the other."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True)
+    for llm, prompt in requests:
+        llm.engine.add_request("a", prompt, params)
+    outputs: list[CompletionOutput] = []
+    while any(llm.engine.has_work for llm, _ in requests):
+        outputs += [output.outputs[0] for llm, _ in requests for output in llm.engine.step()]
+    return outputs
+
+
+def assert_engines_chain(model: PreTrainedModel, tokens: int) -> None:
+    """Their steps are replays of two captured graphs: memory that is not as new, or the other engine's, would show in
+    what they think of their tokens, which differs from the model's as in `assert_same_logits`."""
+    options = {"num_blocks": 20, "block_size": 16, "max_model_len": 128, "max_num_seqs": 2}
+    requests = [(LLM(model, **options), list(range(i, 10))) for i in (3, 4)]  # type: ignore[arg-type]
+    outputs = outputs_in_turn(requests, tokens)
+    assert outputs == [outputs_in_turn([request], tokens)[0] for request in requests]
+    for (_, prompt), output in zip(requests, outputs, strict=True):
+        ids = torch.tensor([prompt + output.token_ids], device=model.device)
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()
+        told = torch.tensor([entry.logprob for step in output.logprobs or [] for entry in step.values()])
+        error = (told - expected).square().mean().sqrt()
+        assert error <= 8 * torch.finfo(torch.bfloat16).eps * logits.square().mean().sqrt()
+
+
+def test_captured_chains_of_two_engines_tell_what_the_model_does(definitions: Definitions) -> None:
+    assert_engines_chain(packed_model("cpu", mlp=768), tokens=20)
+    assert len(definitions.exchanges) == 2 * 2 * 2  # engines, layers, a run before the capture and its own
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_captured_chains_of_two_engines_tell_what_the_model_does_on_the_gpu(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("layers fold on Hopper only")
+    calls = []
+    kernel = folded_layer.layer_chain
+    monkeypatch.setattr(folded_layer, "layer_chain", lambda *args: calls.append(1) or kernel(*args))
+    assert_engines_chain(packed_model(device, mlp=768), tokens=100)
+    assert len(calls) == 2 * 2 * 2 and torch.cuda.current_device() == 0

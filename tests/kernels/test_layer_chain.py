@@ -125,3 +125,33 @@ def test_a_chain_equals_its_definition_again_and_again(shape: str, m: int) -> No
         assert torch.equal(results[0], first[0]) and torch.equal(results[1], first[1])
     x[0, 5] = float("nan")
     assert layer_chain(x, residual, chain, new_exchange(chain, m, 1)[0])[1][0].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_captured_chains_give_the_same_bits_for_every_input_however_often_they_are_replayed(shape: str) -> None:
+    """There a chain begins before the kernel ahead of it has ended: what it read too early would be of another replay,
+    and so would what it found in an exchange that was not filled again.
+    """
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for Hopper")
+    chain, attended = random_chain(shape, "cuda"), SHAPES[shape][0]
+    x, residual = rows(1, attended, "cuda"), rows(1, SHAPES[shape][1], "cuda")
+
+    def two_layers() -> tuple[Tensor, Tensor]:
+        first, second = new_exchange(chain, 1, 2)
+        total, projected = layer_chain(x, residual, chain, first)
+        return layer_chain(projected[:, :attended], total, chain, second)
+
+    two_layers()  # compiled before anything is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = two_layers()
+    generator = torch.Generator("cuda").manual_seed(0)
+    for _ in range(100):
+        for _ in range(3):  # right behind each other
+            x.normal_(generator=generator)
+            residual.normal_(generator=generator)
+            graph.replay()
+        for got, expected in zip(captured, two_layers(), strict=True):
+            assert torch.equal(got, expected)
