@@ -14,10 +14,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -139,6 +139,46 @@ class StepTensors:
         )
 
 
+class GraphMemory:
+    """Memory of the captured steps of an engine: they share it, since one is replayed at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """`torch.cuda.graph`, which does not leave a capture that became invalid, as that cannot be ended: it stays on
+        its stream, and raises that in place of the error which says why."""
+        cause: BaseException | None = None
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=_capture_stream(self._device)):
+                    try:
+                        yield
+                    except BaseException as error:
+                        cause = error
+                        raise
+            except RuntimeError as error:
+                if error is not cause:
+                    self._abandon()
+                raise
+            finally:
+                if cause is not None:
+                    raise cause
+
+    def _abandon(self) -> None:
+        """Take the next pool, and end the capture where torch does not (2.11). Else its allocator could not empty its
+        cache, nor its random generator draw; the latter is freed by another capture that ends."""
+        index, pool = torch.cuda.current_device(), self._pool
+        self._pool = torch.cuda.graph_pool_handle()
+        with suppress(RuntimeError):  # of torch that did it
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_capture_stream(self._device)):
+                torch.zeros(1, device=self._device)
+
+
 class CapturedStep:
     """One step of a bucket, replayable.
 
@@ -154,7 +194,7 @@ class CapturedStep:
         *,
         block_size: int,
         device: torch.device,
-        pool: Any,
+        memory: GraphMemory | None,
     ) -> None:
         self._builder = builder
         self._packing = bucket.packing(block_size, builder.num_groups, builder.keeps_recent)
@@ -177,17 +217,17 @@ class CapturedStep:
         # Compiles kernels and fills caches, which a capture must not do. On the current stream: every stream that ever
         # multiplied keeps a 32 MiB cuBLAS workspace.
         run(self._inputs)
-        if device.type == "cpu":
+        if memory is None:
             self._graph = CpuGraph()
             with self._graph.capture():
                 self._tensors = run(self._inputs)
             return
         self._graph = torch.cuda.CUDAGraph()
-        with _capturing(self._graph, pool, device):
+        with memory.capture(self._graph):
             self._tensors = run(self._inputs)
 
     def replay(self, scheduled: Sequence[ScheduledRequest], sizes: StepSizes, index: np.ndarray) -> StepTensors:
-        """Run the step on `scheduled`; its tensors are valid until the next replay of any graph of the same pool."""
+        """Run the step on `scheduled`; its tensors are valid until the next replay of any that shares its memory."""
         self._builder.build(scheduled, sizes, index, self._packing, self._buffer)
         self._graph.replay()
         return self._tensors
@@ -208,7 +248,7 @@ class StepGraphs:
         self._max_model_len = max_model_len
         self._device = device
         self._steps: dict[StepBucket, CapturedStep] = {}
-        self._pool = _new_pool(device)
+        self._memory = GraphMemory(device) if device.type == "cuda" else None
         self._broken: set[str] = set()
         self._too_large: set[StepBucket] = set()
         self.num_captured = 0
@@ -244,7 +284,7 @@ class StepGraphs:
     def _capture(self, bucket: StepBucket, run: Callable[[ModelInputs], StepTensors]) -> CapturedStep | None:
         try:
             step = CapturedStep(
-                run, self._builder, bucket, block_size=self._config.block_size, device=self._device, pool=self._pool
+                run, self._builder, bucket, block_size=self._config.block_size, device=self._device, memory=self._memory
             )
         except RuntimeError as error:
             if self._config.cuda_graphs is True:
@@ -253,9 +293,6 @@ class StepGraphs:
                 logger.warning("no memory to capture %s; such steps run without a graph", bucket)
                 self._too_large.add(bucket)
                 return None
-            self._pool = _new_pool(
-                self._device
-            )  # torch before 2.12 never captures into that of an invalid capture again
             level = logging.WARNING if self._device.type == "cuda" else logging.INFO
             logger.log(level, "%s run without graphs: this model cannot be captured (%s)", _kind(bucket), error)
             self._broken.add(_kind(bucket))
@@ -263,32 +300,6 @@ class StepGraphs:
         self._steps[bucket] = step
         self.num_captured += 1
         return step
-
-
-def _new_pool(device: torch.device) -> Any:
-    """Memory that graphs share, one being replayed at a time."""
-    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-
-
-@contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
-    """`torch.cuda.graph` on a stream of `device`.
-
-    A capture that became invalid cannot be ended: torch raises that in place of the error that made it so, and stays on
-    the stream.
-    """
-    cause: BaseException | None = None
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
-        try:
-            with torch.cuda.graph(graph, pool=pool, stream=_capture_stream(device)):
-                try:
-                    yield
-                except BaseException as error:
-                    cause = error
-                    raise
-        finally:
-            if cause is not None:
-                raise cause
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from tiny_engine import llm, tiny_llama, tiny_mistral
 from transformers import PreTrainedModel
 
-from hf_paged.cuda_graph import CapturedStep, StepBucket, StepGraphs, StepTensors
+from hf_paged.cuda_graph import CapturedStep, GraphMemory, StepBucket, StepGraphs, StepTensors
 from hf_paged.model_inputs import ModelInputs, StepSizes
 from hf_paged.request import Request, ScheduledRequest
 from hf_paged.sampling_params import SamplingParams
@@ -136,44 +137,59 @@ def test_a_step_without_the_memory_for_its_capture_runs_without_it(
     assert caplog.text.count("no memory to capture") == 1
 
 
-class Streams:
+class Captures:
     """Stands for `torch.cuda` while steps are captured; tensors stay on the CPU."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current = "the caller's"
-        self.captures: list[object] = []
-        self.pools = 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ends_invalid: bool = True) -> None:
+        self.ends_invalid = ends_invalid  # as newer torch
+        self.stream = "the caller's"
+        self.begun: list[tuple[int | None, str]] = []
+        self.underway: set[int | None] = set()  # as the allocator sees it, by pool
         self.is_valid = True
-        names = {"CUDAGraph": object, "current_stream": lambda device: self.current, "device": nullcontext}
-        names |= {"stream": self.stream, "graph": self.graph, "graph_pool_handle": self.pool}
-        for name, stand_in in names.items():
-            monkeypatch.setattr(f"torch.cuda.{name}", stand_in)
+        pools = itertools.count(1)
+        for name, stand_in in {
+            "cuda.CUDAGraph": object,
+            "cuda.current_device": lambda: 1,
+            "cuda.current_stream": lambda device: self.stream,
+            "cuda.device": nullcontext,
+            "cuda.graph": self.graph,
+            "cuda.graph_pool_handle": lambda: next(pools),
+            "cuda.stream": self.on_stream,
+            "_C._cuda_endAllocateToPool": self.end,
+            "_C._cuda_releasePool": lambda index, pool: None,
+            "zeros": lambda *args, device, zeros=torch.zeros, **options: zeros(*args, **options),
+        }.items():
+            monkeypatch.setattr(f"torch.{name}", stand_in)
         monkeypatch.setattr("hf_paged.cuda_graph._capture_stream", "stream of {}".format)
-        monkeypatch.setattr("torch.zeros", lambda *args, device, zeros=torch.zeros, **kw: zeros(*args, **kw))
-
-    def pool(self) -> int:
-        self.pools += 1
-        return self.pools
 
     @contextmanager
-    def stream(self, stream: str) -> Iterator[None]:
-        before, self.current = self.current, stream
+    def on_stream(self, stream: str) -> Iterator[None]:
+        before, self.stream = self.stream, stream
         try:
             yield
         finally:
-            self.current = before
+            self.stream = before
 
     @contextmanager
-    def graph(self, graph: object, pool: object, stream: str) -> Iterator[None]:
+    def graph(self, graph: object, pool: int | None = None, stream: str = "torch's own") -> Iterator[None]:
         """As torch: the end of an invalid capture raises before the stream is left."""
-        self.captures.append((pool, stream))
-        before, self.current, self.is_valid = self.current, stream, True
+        assert not self.underway, "no cache can be emptied"
+        self.begun.append((pool, stream))
+        self.underway.add(pool)
+        before, self.stream, self.is_valid = self.stream, stream, True
         try:
             yield
         finally:
+            if self.is_valid or self.ends_invalid:
+                self.underway.remove(pool)
             if not self.is_valid:
                 raise RuntimeError("operation failed due to a previous error during capture")
-            self.current = before
+            self.stream = before
+
+    def end(self, index: int, pool: int) -> None:
+        if pool not in self.underway:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.underway.remove(pool)
 
 
 SECOND = torch.device("cuda:1")
@@ -181,46 +197,59 @@ SECOND = torch.device("cuda:1")
 
 def test_steps_are_captured_on_the_device_of_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own capture stream is one a process: a model on another device would run beside an empty graph."""
-    runner, streams = llm(tiny_llama(), max_num_seqs=8, max_model_len=64).engine.runner, Streams(monkeypatch)
+    runner, captures = llm(tiny_llama(), max_num_seqs=8, max_model_len=64).engine.runner, Captures(monkeypatch)
     entered: list[object] = []
     monkeypatch.setattr("torch.cuda.device", lambda device: entered.append(device) or nullcontext())
     bucket = StepBucket(num_decodes=8, num_prompt_tokens=0, max_seq_len=64)
+    memory = GraphMemory(SECOND)
     with torch.inference_mode():
-        CapturedStep(runner._run_captured, runner.builder, bucket, block_size=16, device=SECOND, pool="pool")
-    assert entered == [SECOND] and streams.captures == [("pool", f"stream of {SECOND}")]
+        CapturedStep(runner._run_captured, runner.builder, bucket, block_size=16, device=SECOND, memory=memory)
+    assert entered == [SECOND] and captures.begun == [(1, f"stream of {SECOND}")]
 
 
+@pytest.mark.parametrize("ends_invalid", [True, False], ids=["newer torch", "older torch"])
 @pytest.mark.parametrize(
-    ("error", "told", "pools"),
+    ("error", "told"),
     [
-        (RuntimeError("a wait"), "this model cannot be captured (a wait)", [1, 2]),
-        (torch.OutOfMemoryError("4 GiB"), "no memory to capture", [1, 1]),
-        (None, "this model cannot be captured (operation failed due to a previous error", [1, 2]),
+        (RuntimeError("a wait"), "this model cannot be captured (a wait)"),
+        (torch.OutOfMemoryError("4 GiB"), "no memory to capture"),
+        (None, "this model cannot be captured (operation failed due to a previous error"),
     ],
+    ids=str,
 )
 def test_an_invalid_capture_is_left_and_what_made_it_invalid_is_told(
     error: RuntimeError | None,
     told: str,
-    pools: list[int],
+    ends_invalid: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Else every later step runs on the stream of the capture, and one without memory is taken for a broken model."""
-    engine, streams = llm(tiny_llama(), max_num_seqs=8, max_model_len=64).engine, Streams(monkeypatch)
+    """Else every later step runs on the stream of the capture, one without memory is taken for a broken model, and
+    nothing in the process can be captured any more."""
+    engine, captures = llm(tiny_llama(), max_num_seqs=8, max_model_len=64).engine, Captures(monkeypatch, ends_invalid)
     config = replace(engine.config, cuda_graphs="auto")
     graphs = StepGraphs(engine.runner.builder, config, max_model_len=64, device=SECOND)
 
     def run(inputs: ModelInputs) -> StepTensors:
         tensors = engine.runner._run_captured(inputs)
-        if streams.current == f"stream of {SECOND}" and len(inputs.input_ids) > 8:
-            streams.is_valid = False
+        if captures.underway and len(inputs.input_ids) > 8:
+            captures.is_valid = False
             if error is not None:
                 raise error
         return tensors
 
     with torch.inference_mode():
         assert graphs.get(planned(1, 30), run) is None
-        assert streams.current == "the caller's"
+        assert captures.stream == "the caller's" and not captures.underway
         assert told in caplog.text
         assert graphs.get(planned(1, 1), run) is not None
-    assert [pool for pool, _ in streams.captures] == pools
+    assert captures.begun[-1] == (2, f"stream of {SECOND}"), "the first may be taken for one that is captured into"
+    assert len(captures.begun) == (2 if ends_invalid else 3), "the random generator leaves a capture with the next"
+
+
+def test_a_capture_that_is_interrupted_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures, memory = Captures(monkeypatch), GraphMemory(SECOND)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), memory.capture(torch.cuda.CUDAGraph()):
+            raise KeyboardInterrupt
+    assert captures.begun == [(1, f"stream of {SECOND}")] * 2 and captures.stream == "the caller's"

@@ -173,7 +173,7 @@ def test_a_graph_that_one_batch_captured_serves_longer_sequences(model: LlamaFor
 def test_a_capture_that_fails_leaves_its_stream_and_the_engine_goes_on(
     disturb: Callable[[], object], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Torch stays on the stream of a capture that became invalid, and tells what followed from the error."""
+    """Torch stays in a capture that became invalid, and tells what followed from the error."""
     model, stream = llama(), torch.cuda.current_stream()
     expected, _ = generate(model, cuda_graphs=False)
 
@@ -181,11 +181,16 @@ def test_a_capture_that_fails_leaves_its_stream_and_the_engine_goes_on(
         if torch.cuda.is_current_stream_capturing():
             disturb()
 
-    model.model.layers[1].mlp.register_forward_hook(hook)
+    handle = model.model.layers[1].mlp.register_forward_hook(hook)
     got, _ = generate(model)
     assert torch.cuda.current_stream() == stream
     assert got == expected
     assert told in caplog.text and "previous error" not in caplog.text
+    torch.cuda.empty_cache()
+    torch.rand(1, device="cuda")
+    handle.remove()
+    caplog.clear()
+    assert generate(model)[0] == expected and "captur" not in caplog.text, "another engine captures as ever"
 
 
 def test_a_second_generate_captures_and_builds_nothing() -> None:
