@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 SCRATCH_ELEMENTS = 1 << 24  # attention scores held at once by a prefill chunk: 64 MB in fp32
 _KEY_TILE = 512  # keys that torch's attention takes at once on a CPU, after one another
+_QUERY_TILE = 32  # queries that it takes at once where they are fewer than 192
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -278,9 +279,9 @@ def _prefill(
 ) -> Tensor:  # fmt: skip
     """The queries of one sequence: `q` `[q_len, kv_heads, group, head_dim]` -> `[q_len, heads, v_head_dim]`.
 
-    Keys are taken in whole tiles, counted from position 0, zeros where there are none: with a tile of `_KEY_TILE` a row
-    is summed in the same order, with AVX-512 to the same bits, however a prompt is cut. 16-bit rows, and layers that
-    torch's blockwise kernel does not take, do without (`tile` 1).
+    Keys are taken in whole tiles, counted from position 0, zeros where there are none, and with a tile of `_KEY_TILE` so
+    are queries: a row is summed in the same order, to the same bits, however a prompt is cut. 16-bit rows, and layers
+    that torch's blockwise kernel does not take, do without (`tile` 1).
 
     `own`: K and V of these tokens as they came, `[q_len, kv_heads, head_dim]`, which the queries of each block read.
     """
@@ -304,10 +305,14 @@ def _prefill(
         return _attend(q, k, v, None, scale, None, None, causal=True).permute(2, 0, 1, 3).flatten(1, 2)
     out = []
     chunk = min(max(SCRATCH_ELEMENTS // (heads * (seq_len - start)), 32), 256)
+    ahead = 0  # rows of zeros before the first query
+    if own is None and tile > 1:
+        ahead, chunk = history % _QUERY_TILE, min(chunk, 5 * _QUERY_TILE) // _QUERY_TILE * _QUERY_TILE
+        q, history = F.pad(q, (0, 0, ahead, -seq_len % _QUERY_TILE)), history - ahead
     if own is not None:
         assert window is None and history % layer.block_size == 0, (window, history)
         chunk = layer.block_size
-    for i in range(0, q_len, chunk):
+    for i in range(0, q.shape[2], chunk):
         rows = q[:, :, i : i + chunk]
         last = history + i + rows.shape[2]  # keys at and after it are in every row's future
         low, end = start, -(-last // tile) * tile
@@ -323,7 +328,7 @@ def _prefill(
             seen = tuple(with_own_block(x, y[i : i + chunk], history + i) for x, y in zip(seen, own, strict=True))
         of_rows = None if sinks is None else sinks[:, :, i : i + chunk]
         out.append(_attend(rows, seen[0], seen[1], mask, scale, softcap, of_rows))
-    return torch.cat(out, 2).permute(2, 0, 1, 3).flatten(1, 2)
+    return torch.cat(out, 2)[:, :, ahead : ahead + q_len].permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _attend(

@@ -52,13 +52,11 @@ def test_auto_pages_give_the_perplexity_of_the_dense_model(model: PreTrainedMode
 def test_perplexity_does_not_depend_on_how_windows_are_chunked(kv_cache_dtype: str) -> None:
     """A chunk that attends to its own unquantized keys would make large chunks look better. In fp32 no sum is taken in
     another order either; one would tip codes over to their neighbours, by which these differ in the fourth digit.
-    Attention without AVX-512 takes some rows of a chunk apart, though: that is 8e-6 here.
     """
     model = biased_model()
     small, medium, whole = (perplexity(model, kv_cache_dtype, chunk=chunk) for chunk in (16, 25, 256))
-    allowed = 1e-6 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1e-4
-    assert small == pytest.approx(whole, rel=allowed)
-    assert medium == pytest.approx(whole, rel=allowed)
+    assert small == pytest.approx(whole, rel=1e-6)
+    assert medium == pytest.approx(whole, rel=1e-6)
 
 
 class AskedRows(TorchFunctionMode):

@@ -235,9 +235,6 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once(format: torch.dtype, optio
         torch.testing.assert_close(result, expected[begin:end], rtol=0, atol=4 * 32 * 2**-23)
 
 
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="torch's attention takes the last rows of a chunk apart"
-)
 @pytest.mark.parametrize("options", [{}, {"window": 300}, {"window": 600, "k_format": UINT4}], ids=str)
 def test_in_fp32_a_prompt_in_chunks_gives_the_same_bits(options: dict) -> None:
     """A sum in another order tips a 4-bit code over, and later layers amplify it: 0.1% of perplexity came of it."""
