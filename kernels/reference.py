@@ -279,9 +279,9 @@ def _prefill(
 ) -> Tensor:  # fmt: skip
     """The queries of one sequence: `q` `[q_len, kv_heads, group, head_dim]` -> `[q_len, heads, v_head_dim]`.
 
-    Keys are taken in whole tiles, counted from position 0, zeros where there are none, and with a tile of `_KEY_TILE` so
-    are queries: a row is summed in the same order, to the same bits, however a prompt is cut. 16-bit rows, and layers
-    that torch's blockwise kernel does not take, do without (`tile` 1).
+    Keys and queries are taken in whole tiles, counted from position 0, zeros where there are none: with a `tile` of
+    `_KEY_TILE` keys a row is summed in the same order, to the same bits, however a prompt is cut. 16-bit rows, and
+    layers that torch's blockwise kernel does not take, do without (`tile` 1).
 
     `own`: K and V of these tokens as they came, `[q_len, kv_heads, head_dim]`, which the queries of each block read.
     """
@@ -307,7 +307,7 @@ def _prefill(
     chunk = min(max(SCRATCH_ELEMENTS // (heads * (seq_len - start)), 32), 256)
     ahead = 0  # rows of zeros before the first query
     if own is None and tile > 1:
-        ahead, chunk = history % _QUERY_TILE, min(chunk, 5 * _QUERY_TILE) // _QUERY_TILE * _QUERY_TILE
+        ahead, chunk = history % _QUERY_TILE, min(chunk, 160) // _QUERY_TILE * _QUERY_TILE
         q, history = F.pad(q, (0, 0, ahead, -seq_len % _QUERY_TILE)), history - ahead
     if own is not None:
         assert window is None and history % layer.block_size == 0, (window, history)
