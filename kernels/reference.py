@@ -306,12 +306,12 @@ def _prefill(
     out = []
     chunk = min(max(SCRATCH_ELEMENTS // (heads * (seq_len - start)), 32), 256)
     ahead = 0  # rows of zeros before the first query
-    if own is None and tile > 1:
-        ahead, chunk = history % _QUERY_TILE, min(chunk, 160) // _QUERY_TILE * _QUERY_TILE
-        q, history = F.pad(q, (0, 0, ahead, -seq_len % _QUERY_TILE)), history - ahead
     if own is not None:
         assert window is None and history % layer.block_size == 0, (window, history)
         chunk = layer.block_size
+    elif tile > 1:
+        ahead, chunk = history % _QUERY_TILE, min(chunk, 160) // _QUERY_TILE * _QUERY_TILE
+        q, history = F.pad(q, (0, 0, ahead, -seq_len % _QUERY_TILE)), history - ahead
     for i in range(0, q.shape[2], chunk):
         rows = q[:, :, i : i + chunk]
         last = history + i + rows.shape[2]  # keys at and after it are in every row's future
