@@ -25,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Each test draws the same numbers, whichever ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if CUDA else ["cpu"])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device that exists here; the CUDA case carries the `gpu` mark."""

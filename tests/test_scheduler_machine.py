@@ -11,8 +11,9 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
+import pytest
 from device_model import EOS, VOCAB, Device, reference_output
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -234,24 +235,28 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert start == 0, "a prefix hit skips prompt tokens whose logprobs are wanted"
 
 
+_LOAD = settings(
+    max_examples=220,
+    stateful_step_count=60,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+)
+_EVENTS = {
+    "refused", "recompute", "swap out", "swap in", "copy", "in flight", "dropped", "late", "held", "held preempted",
+    "end while held", "prefix hit",
+}  # fmt: skip
+
+
 def test_any_mix_of_load_keeps_every_key_right_and_loses_no_block() -> None:
+    """Hypothesis also draws constants of the modules that were imported so far, so one seed does not fix what happens;
+    one load in five leaves something out."""
     happened.clear()
-    run_state_machine_as_test(
-        SchedulerMachine,
-        settings=settings(
-            max_examples=220,
-            stateful_step_count=60,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate],
-            report_multiple_bugs=False,
-        ),
-    )
-    assert happened["step"] >= 10_000
-    wanted = (
-        "refused, recompute, swap out, swap in, copy, in flight, dropped, late, held, held preempted, end while held"
-    )
-    missing = [event for event in [*wanted.split(", "), "prefix hit"] if not happened[event]]
-    assert not missing, f"the load never caused: {missing}"
+    for number in range(10):
+        run_state_machine_as_test(seed(number)(type(f"Load{number}", (SchedulerMachine,), {})), settings=_LOAD)
+        missing = {event for event in _EVENTS if not happened[event]}
+        if happened["step"] >= 10_000 and not missing:
+            return
+    pytest.fail(f"{happened['step']} steps never caused: {missing}")
