@@ -34,14 +34,8 @@ from hf_paged.eval.kernels_bench import graph_time, read_bandwidth
 from hf_paged.kernels.packed_linear import lock_count, multiprocessors, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, field_bits, packed_shape, tile_k
 from hf_paged.kernels.w4a16 import w4a16
-from hf_paged.kernels.w4a16_hopper import (
-    HopperTiles,
-    choose_hopper_tiles,
-    fits_hopper,
-    hopper_launches,
-    hopper_rows,
-    w4a16_hopper,
-)
+from hf_paged.kernels.w4a16_hopper import fits_hopper, w4a16_hopper
+from hf_paged.kernels.w4a16_hopper_tiles import HopperTiles, choose_hopper_tiles, hopper_launches, hopper_rows
 from hf_paged.kernels.w4a16_tiles import Tiles, choose_tiles
 from hf_paged.kernels.weight_dequantize import dequantize
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -142,6 +142,12 @@ class CudaKernel:
         stream = torch.cuda.current_stream().cuda_stream
         config = _LaunchConfig(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, attributes, len(asked))
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
+
+
+def read_source(files: Iterable[str], defines: Mapping[str, object]) -> str:
+    """CUDA sources of this folder as one, after their definitions."""
+    texts = (Path(__file__).with_name(f"{file}.cu").read_text() for file in files)
+    return "".join([*(f"#define {name} {value}\n" for name, value in defines.items()), *texts])
 
 
 def _compiled(source: str, name: str, architecture: str) -> bytes:

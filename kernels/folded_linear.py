@@ -94,7 +94,8 @@ def folded_linear(
     Channels of `x` lie in the weight's order; with `gated` channel i of the result comes to `places[i]`. `locks` as
     for `packed_linear`.
     """
-    from hf_paged.kernels.w4a16_hopper import Ends, choose_hopper_tiles, w4a16_hopper
+    from hf_paged.kernels.w4a16_hopper import Ends, w4a16_hopper
+    from hf_paged.kernels.w4a16_hopper_tiles import choose_hopper_tiles
 
     assert not gated or (bias is None and weight.out_features % 128 == 0), weight.out_features
     normed = isinstance(x, OpenNorm)
@@ -111,7 +112,8 @@ def folded_sum(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, residual: Tensor, norm: RMSNorm | None
 ) -> tuple[Tensor, OpenNorm | None]:
     """(s, norm(s)) with s = residual + linear(x): `[M, K]` and `[M, N]` -> `[M, N]` and its norm, if there is one."""
-    from hf_paged.kernels.w4a16_hopper import Ends, choose_hopper_tiles, w4a16_hopper
+    from hf_paged.kernels.w4a16_hopper import Ends, w4a16_hopper
+    from hf_paged.kernels.w4a16_hopper_tiles import choose_hopper_tiles
 
     m, n = residual.shape
     x, residual = x.contiguous(), residual.contiguous()

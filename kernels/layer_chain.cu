@@ -7,7 +7,8 @@
 // time: what is under way delays the activations, since the memory answers in turn. Those go from product to product
 // through the L2 without a barrier or a counter: memory is all ones before, a word of two bf16 that no rounding yields,
 // and who reads asks again until every word is something else. So programs must run at the same time; who waits for
-// seconds traps. Defines come from `layer_chain.py`:
+// seconds traps. Read after hopper_instructions.cu. Defines come from `layer_chain.py`:
+//   HALF                    0: activations are bf16
 //   M                       tokens
 //   KO, HID, INTER, QKV     channels of attention, hidden, of the MLP, outputs of QKV
 //   PROGRAMS                multiprocessors
@@ -15,9 +16,6 @@
 //   STAGES                  of the ring
 //   SCALE                   0 fp16, 1 bf16
 //   EPS, OFFSET, NEXT_EPS, NEXT_OFFSET   of the norms
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 
 constexpr int MULTIPLIERS = 32 * WARPS, THREADS = MULTIPLIERS + 32;
 constexpr int STAGE_STEPS = 2 * WARPS;
@@ -54,34 +52,7 @@ __device__ __forceinline__ int unit_count(int q) { return (units_of(q) - (int)bl
 __device__ __forceinline__ int unit_at(int i) { return blockIdx.x + i * PROGRAMS; }
 __device__ __forceinline__ int channel_at(int row) { return unit_at(row / 16) * 16 + row % 16; }
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void barrier_init(u32 bar, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
-}
-__device__ __forceinline__ void barrier_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nWAIT:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(bar), "r"(parity) : "memory");
-}
 __device__ __forceinline__ void sync_threads(int count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }
-__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-__device__ __forceinline__ u32 pack2(float low, float high) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
 __device__ __forceinline__ float low(u32 word) { return __uint_as_float(word << 16); }
 __device__ __forceinline__ float rounded(float v) { return low(pack2(v, v)); }
 
@@ -192,18 +163,10 @@ struct Factor {
 constexpr u32 EVEN = 0x7F007F00u, ODD = 0x7D007D00u, MINUS_MIDDLE = 0xBE00BE00u;  // 2^127, 2^123, -8 * 2^-6
 constexpr float UNIT = 64.0f;
 
-__device__ __forceinline__ uint4 load_shared(u32 at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-  return v;
-}
 __device__ __forceinline__ float load_scale(u32 at) {
   u16 v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
-  if (SCALE) return low(v);
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
-  return f;
+  return SCALE ? low(v) : half_to_float(v);
 }
 __device__ __forceinline__ void mma(float (&d)[4], const u32* a, u32 b0, u32 b1) {
   asm volatile(
@@ -228,8 +191,7 @@ __device__ __forceinline__ void multiply(u32 words, u32 scales, u32 x, float (&a
     for (int n = 0; n < N; n++) {
       const u32 w[8] = {top[n].x, bottom[n].x, top[n].y, bottom[n].y, top[n].z, bottom[n].z, top[n].w, bottom[n].w};
       u32 a[8], b[4];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(x + n * 256 + j * 64));
+      load_matrices(b, x + n * 256 + j * 64);
 #pragma unroll
       for (int i = 0; i < 8; i++)
         a[i] = fma2((j < 2 ? w[i] : w[i] >> 8) & (j % 2 ? 0x00F000F0u : 0x000F000Fu), j % 2 ? ODD : EVEN, MINUS_MIDDLE);

@@ -12,12 +12,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hf_paged.kernels.cuda_kernel import CudaKernel, TensorBox, TensorMaps
+from hf_paged.kernels.cuda_kernel import CudaKernel, TensorBox, TensorMaps, read_source
 from hf_paged.kernels.folded_linear import folded_linear_reference, folded_sum_reference
 from hf_paged.kernels.packed_linear import multiprocessors
 from hf_paged.kernels.packed_weight import PackedWeight
@@ -88,6 +87,7 @@ class ChainShape:
     def defines(self) -> dict[str, object]:
         (eps, offset), (next_eps, next_offset) = self.norms
         return {
+            "HALF": 0,
             "M": self.rows,
             "KO": self.attended,
             "HID": self.hidden,
@@ -249,5 +249,4 @@ def _kernel(shape: ChainShape, device: int) -> CudaKernel:
 
 def source(shape: ChainShape) -> str:
     """The CUDA source with the shape's definitions."""
-    defines = "".join(f"#define {name} {value}\n" for name, value in shape.defines.items())
-    return defines + Path(__file__).with_name("layer_chain.cu").read_text()
+    return read_source(("hopper_instructions", "layer_chain"), shape.defines)

@@ -62,7 +62,8 @@ def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: 
     if not x.is_cuda:
         return packed_linear_reference(x, weight, bias)
     # imported at first use: a machine without CUDA needs no Triton
-    from hf_paged.kernels.w4a16_hopper import choose_hopper_tiles, fits_hopper, hopper_rows, w4a16_hopper
+    from hf_paged.kernels.w4a16_hopper import fits_hopper, w4a16_hopper
+    from hf_paged.kernels.w4a16_hopper_tiles import choose_hopper_tiles, hopper_rows
 
     rows = x.shape[0]
     if 0 < rows <= hopper_rows(weight.in_features) and fits_hopper(x, weight):

@@ -1,6 +1,7 @@
 // 4-bit weights times 16-bit activations on Hopper: out[m, n] = sum_k x[m, k] * w[n, k]. Weights are the left operand
-// and never leave the registers that they are unpacked in. Read in this order: what both kernels begin with, ends of
-// outputs (w4a16_hopper_ends.cu), sums over programs (w4a16_hopper_sums.cu), and one of the kernels.
+// and never leave the registers that they are unpacked in. Read in this order: instructions (hopper_instructions.cu),
+// what both kernels begin with, ends of outputs (w4a16_hopper_ends.cu), sums over programs (w4a16_hopper_sums.cu), and
+// one of the kernels.
 //
 // One thread brings packed words, one or a warp activations of a unit to a ring in shared memory; warpgroups unpack and
 // multiply. A unit is one step, 128 channels, of an output tile; programs share the units of all tiles evenly. Defines
@@ -16,10 +17,6 @@
 //   RESIDENT        programs of a multiprocessor
 //   BURST, BUFFERS, WGMMA, REGISTERS, PRODUCE_REGISTERS   of w4a16_hopper_many.cu; BURST is 0 for w4a16_hopper_few.cu
 //   NORMED, EPS, GATED, ADDS, OFFSET                      of w4a16_hopper_ends.cu; 0 for w4a16_hopper_many.cu
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
 
 constexpr int TILES = ROWS / 64;          // packed tiles of a step
 constexpr int SUB = TILES / WARPGROUPS;   // of a warpgroup
@@ -43,53 +40,10 @@ constexpr int TOLD_AT = (BAR_AT + 16 * STAGES + 127) / 128 * 128;  // what a thr
 constexpr int FACTORS_AT = TOLD_AT + 64;                           // [BM] fp32, with NORMED
 constexpr int PARTS_AT = BURST > 0 ? 0 : TOLD_AT + 128;            // of a cluster; of many tokens where the ring was
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void barrier_init(u32 bar, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
-}
-__device__ __forceinline__ void barrier_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nWAIT:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(bar), "r"(parity) : "memory");
-}
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
-__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-#if HALF
-#define T2 "f16x2"
-#else
-#define T2 "bf16x2"
-#endif
-__device__ __forceinline__ u32 mul2(u32 a, u32 b) {
-  u32 d;
-  asm("mul." T2 " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn." T2 " %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-__device__ __forceinline__ u32 pack2(float low, float high) {
-  u32 d;
-  asm("cvt.rn." T2 ".f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
-__device__ __forceinline__ float half_to_float(u16 v) {
-  float f;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
-  return f;
-}
-__device__ __forceinline__ float bf16_to_float(u16 v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ float load_scale(const char* at, int index) {
 #if SCALE == 0
   return half_to_float(((const u16*)at)[index]);

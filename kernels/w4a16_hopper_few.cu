@@ -91,12 +91,8 @@ __device__ __forceinline__ void multiply_unit(const char* smem, int stage, float
   uint4 top[SUB], bottom[SUB];
 #pragma unroll
   for (int s = 0; s < SUB; s++) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(top[s].x), "=r"(top[s].y), "=r"(top[s].z), "=r"(top[s].w)
-                 : "r"(words_at + block_at(s) * 4096));
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(bottom[s].x), "=r"(bottom[s].y), "=r"(bottom[s].z), "=r"(bottom[s].w)
-                 : "r"(words_at + block_at(s) * 4096 + 512));
+    top[s] = load_shared(words_at + block_at(s) * 4096);
+    bottom[s] = load_shared(words_at + block_at(s) * 4096 + 512);
   }
   float part[SUB][BM / 8][4], scale_top[SUB], scale_bottom[SUB];
   u32 minus_top[SUB], minus_bottom[SUB];
@@ -105,9 +101,8 @@ __device__ __forceinline__ void multiply_unit(const char* smem, int stage, float
     u32 b[BM / 8][4];
 #pragma unroll
     for (int n = 0; n < BM / 8; n++) {
-      const u32 at = x_row + j / 2 * (BM * 128) + n * 1024 + (((j % 2 * 4 + lane / 8) ^ (lane % 8)) * 16);
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(b[n][0]), "=r"(b[n][1]), "=r"(b[n][2]), "=r"(b[n][3]) : "r"(at));
+      const u32 piece = (j % 2 * 4 + lane / 8) ^ (lane % 8);
+      load_matrices(b[n], x_row + j / 2 * (BM * 128) + n * 1024 + piece * 16);
     }
 #pragma unroll
     for (int s = 0; s < SUB; s++) {

@@ -23,7 +23,6 @@ __device__ __forceinline__ u32 zero_of(const char* smem, int stage, int g, int r
   return (HAS_ZEROS ? ((const u8*)smem + Z_AT + stage * Z_BYTES + g * ROWS)[row] : MIDDLE) * 0x00010001u;
 }
 
-
 // What unpacks a row of a group. Codes of even slices of a word stand in bits 0..3 of its halves, of odd slices in bits
 // 4..7; a shift by 8 brings the second two there.
 //   bf16  Such a half alone is a subnormal number, code * 2^-133 or code * 2^-129 (numbers are evenly spaced up to

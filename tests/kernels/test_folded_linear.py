@@ -22,7 +22,8 @@ from hf_paged.kernels.folded_linear import (
 from hf_paged.kernels.packed_linear import lock_count
 from hf_paged.kernels.packed_weight import PackedWeight, packed_linear_reference, packed_shape
 from hf_paged.kernels.reference_fused import RMSNorm, gated_activation, rms_norm
-from hf_paged.kernels.w4a16_hopper import SHAPES, Ends, FewShape, Variant, source
+from hf_paged.kernels.w4a16_hopper import Ends, Variant, source
+from hf_paged.kernels.w4a16_hopper_tiles import SHAPES, FewShape
 from hf_paged.quant.joined_packed import inverse
 
 STEP = 2**-7  # of bf16: a result is rounded once or twice, each half a step of it
@@ -104,7 +105,7 @@ def test_every_end_compiles_for_every_tile_and_leaves_room_for_as_many_programs(
     for shape in SHAPES:
         if not isinstance(shape, FewShape) or (ends.gated and not shape.tiles.pairs):
             continue
-        tiles = replace(shape.tiles, cluster=8 if shape.clusters else 1)
+        tiles = replace(shape.tiles, cluster=8 if shape.clustered else 1)
         variant = Variant(tiles=tiles, half=False, ends=ends)
         assert (variant.shared_bytes + 1024) * tiles.resident <= 228 * 1024
         assert compile_cubin(source(variant), "w4a16_hopper", "sm_90a")

@@ -16,15 +16,14 @@ from hf_paged.kernels import w4a16_hopper as w4a16_module
 from hf_paged.kernels.cuda_kernel import compile_cubin, nvrtc
 from hf_paged.kernels.packed_linear import lock_count, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, pack_codes, packed_linear_reference
-from hf_paged.kernels.w4a16_hopper import (
+from hf_paged.kernels.w4a16_hopper import Variant, fits_hopper, source, w4a16_hopper
+from hf_paged.kernels.w4a16_hopper_tiles import (
+    AT_ONCE,
     SHAPES,
+    FewShape,
     HopperTiles,
-    Variant,
     choose_hopper_tiles,
-    fits_hopper,
     hopper_rows,
-    source,
-    w4a16_hopper,
 )
 
 # a result is rounded once to fp16 (2 ** -11 of it) or bf16 (2 ** -8); a weight scaled before the product twice more,
@@ -75,7 +74,9 @@ def all_tiles() -> list[HopperTiles]:
     """Every tile: one program for all, tiles shared unevenly by a few, and by as many as an H200 has; its clusters."""
     tiles = []
     for shape in SHAPES:
-        tiles += [replace(shape.tiles, cluster=cluster, programs=10_000) for cluster in shape.clusters]
+        if not isinstance(shape, FewShape) or shape.clustered:
+            clusters = AT_ONCE[shape.tiles.resident]
+            tiles += [replace(shape.tiles, cluster=cluster, programs=10_000) for cluster in clusters]
         tiles += [replace(shape.tiles, programs=programs) for programs in (1, 5, 132)]
     return tiles
 

@@ -19,7 +19,8 @@ pytest.importorskip("triton", reason="Triton exists on Linux only")
 from hf_paged.kernels.cuda_kernel import CudaKernel
 from hf_paged.kernels.packed_linear import lock_count
 from hf_paged.kernels.packed_weight import PackedWeight, packed_linear_reference, packed_shape
-from hf_paged.kernels.w4a16_hopper import MAX_PROGRAMS, SHAPES, HopperTiles, w4a16_hopper
+from hf_paged.kernels.w4a16_hopper import w4a16_hopper
+from hf_paged.kernels.w4a16_hopper_tiles import MAX_PROGRAMS, SHAPES, HopperTiles
 
 STREAMS = 24  # half of them of high priority
 ROUNDS = 8
