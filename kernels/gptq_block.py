@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_paged.kernels.gptq_reference import GptqBlock
 from hf_paged.kernels.on_device import on_device
 from hf_paged.kernels.rounding_ops import BLOCK
 
@@ -58,38 +59,28 @@ def gptq_block_kernel(
 
 
 @on_device
-def gptq_block_launch(
-    target: Tensor,
-    shifted: Tensor,
-    unit: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    group: Tensor,
-    top: int,
-    codes: Tensor,
-    residual: Tensor,
-) -> None:
-    """`gptq_reference.gptq_block_reference` for at most BLOCK columns.
+def gptq_block_launch(block: GptqBlock, codes: Tensor, residual: Tensor) -> None:
+    """`gptq_block_reference` for at most BLOCK columns.
 
     The `[B, N]` and `[groups, N]` tensors are contiguous, `unit` has contiguous rows.
     """
-    columns, n = target.shape
-    for tensor in (target, shifted, scales, zeros, codes, residual):
+    columns, n = block.target.shape
+    for tensor in (block.target, block.shifted, block.scales, block.zeros, codes, residual):
         assert tensor.is_contiguous(), tensor.shape
-    assert unit.stride(1) == 1 and unit.shape == (columns, columns), unit.shape
+    assert block.unit.stride(1) == 1 and block.unit.shape == (columns, columns), block.unit.shape
     gptq_block_kernel[(triton.cdiv(n, ROWS),)](
-        target,
-        shifted,
-        unit,
-        scales,
-        zeros,
-        group,
+        block.target,
+        block.shifted,
+        block.unit,
+        block.scales,
+        block.zeros,
+        block.group,
         codes,
         residual,
         n,
         columns,
-        unit.stride(0),
-        TOP=float(top),
+        block.unit.stride(0),
+        TOP=float(block.top),
         BLOCK=BLOCK,
         ROWS=ROWS,
         num_warps=1,

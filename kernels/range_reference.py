@@ -1,6 +1,6 @@
 """What AWQ's search asks of every range that a group's weights may be rounded over.
 
-Rows here are weight columns: everything lies `[columns, N]`, as in `gptq_reference.py`.
+Rows here are weight columns: everything lies `[columns, N]`, as in `gptq_reference.GptqBlock`.
 """
 
 from __future__ import annotations

@@ -5,31 +5,21 @@ from __future__ import annotations
 from torch import Tensor
 
 from hf_paged.kernels.descent_reference import descent_block_reference
-from hf_paged.kernels.gptq_reference import gptq_block_reference
+from hf_paged.kernels.gptq_reference import GptqBlock, gptq_block_reference
 from hf_paged.kernels.range_reference import range_products_reference
 
 BLOCK = 128  # columns of a block, at most
 
 
-def gptq_block(
-    target: Tensor,
-    shifted: Tensor,
-    unit: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    group: Tensor,
-    top: int,
-    codes: Tensor,
-    residual: Tensor,
-) -> None:
+def gptq_block(block: GptqBlock, codes: Tensor, residual: Tensor) -> None:
     """`gptq_block_reference` for at most BLOCK columns."""
-    assert target.shape[0] <= BLOCK, target.shape
-    if not target.is_cuda:
-        gptq_block_reference(target, shifted, unit, scales, zeros, group, top, codes, residual)
+    assert block.target.shape[0] <= BLOCK, block.target.shape
+    if not block.target.is_cuda:
+        gptq_block_reference(block, codes, residual)
         return
     from hf_paged.kernels.gptq_block import gptq_block_launch  # Triton exists on Linux only
 
-    gptq_block_launch(target, shifted, unit, scales, zeros, group, top, codes, residual)
+    gptq_block_launch(block, codes, residual)
 
 
 def descent_block(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_paged.kernels.gptq_reference import GptqBlock
 from hf_paged.kernels.rounding_ops import BLOCK, gptq_block
 from hf_paged.quant.grid import Grid, fit
 from hf_paged.quant.hessian import Factor
@@ -105,11 +106,18 @@ class _Work:
 
     def choose(self, start: int, stop: int, groups: Tensor) -> None:
         """The codes of columns start to stop, at most 128."""
-        target, residual = self.target[start:stop], self.residual[start:stop]
+        target = self.target[start:stop]
         shifted = target.clone() if start == 0 else target + self._pull(start, stop)
-        unit = self.factor.unit[start:stop, start:stop]
-        codes = self.codes[start:stop]
-        gptq_block(target, shifted, unit, self.scales, self.zeros, groups[start:stop], self.grid.top, codes, residual)
+        block = GptqBlock(
+            target=target,
+            shifted=shifted,
+            unit=self.factor.unit[start:stop, start:stop],
+            scales=self.scales,
+            zeros=self.zeros,
+            group=groups[start:stop],
+            top=self.grid.top,
+        )
+        gptq_block(block, self.codes[start:stop], self.residual[start:stop])
         self.error += self.factor.diagonal[start:stop].square() @ shifted.square_()
 
     def _pull(self, start: int, stop: int) -> Tensor:

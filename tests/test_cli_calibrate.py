@@ -6,37 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_tokenizer import tiny_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner, Result
+from command_line import run, save_model
 
 from hf_paged import LLM
-from hf_paged.cli import app
-
-VOCAB = 97
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_tokenizer(VOCAB).save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("tiny"))
 
 
 def test_the_file_of_a_text_serves_every_format_without_another_calibration(model_path: Path, tmp_path: Path) -> None:

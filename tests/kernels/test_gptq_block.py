@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from hf_paged.kernels.gptq_block import gptq_block_launch
-from hf_paged.kernels.gptq_reference import gptq_block_reference
+from hf_paged.kernels.gptq_reference import GptqBlock, gptq_block_reference
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []  # elsewhere in the interpreter
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,12 +32,20 @@ def run(columns: int, n: int, bits: int, coupling: float, step: float) -> tuple[
     zeros = torch.randint(0, top + 1, (3, n), generator=g).to(DEVICE, torch.float32)
     group = torch.randint(0, 3, (columns,), generator=g).to(DEVICE)
     results = []
-    for block in (gptq_block_launch, gptq_block_reference):
-        work = shifted.clone()
+    for choose in (gptq_block_launch, gptq_block_reference):
+        block = GptqBlock(
+            target=target,
+            shifted=shifted.clone(),
+            unit=unit,
+            scales=scales,
+            zeros=zeros,
+            group=group,
+            top=top,
+        )
         codes = torch.full((columns, n), 255, dtype=torch.uint8, device=DEVICE)
         residual = torch.full((columns, n), float("nan"), device=DEVICE)
-        block(target, work, unit, scales, zeros, group, top, codes, residual)
-        results.append([work, codes, residual])
+        choose(block, codes, residual)
+        results.append([block.shifted, codes, residual])
     return results[0], results[1]
 
 
