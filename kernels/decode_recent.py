@@ -94,12 +94,7 @@ def join_recent_kernel(
     if SINKS:
         sink_at = seq * heads * (SINKS - 1) + first_head + h
         sink = tl.load(sinks_ptr + sink_at, mask=h < HEADS, other=0.0).to(tl.float32) * 1.4426950408889634
-    new_top = tl.maximum(tl.maximum(top, lse), sink)
-    new_top = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key at all: a padded row of a captured graph
-    weight = tl.exp2(lse - new_top)
-    decay = tl.exp2(top - new_top)
-    total = total * decay + weight + tl.exp2(sink - new_top)
-    result = (acc * decay[:, None] + coded * weight[:, None]) / tl.where(total == 0.0, 1.0, total)[:, None]
+    result, total = _together(coded, lse, acc, total, top, sink)
     result += tl.where(total == 0.0, 0.0, 1.0)[:, None] * offset[None, :]
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -151,6 +146,19 @@ def _own_block(
     top = tl.where(count > 0, top, 0.0)  # the rows of heads that are not are no numbers to sum
     acc, total, top = _heads(acc, HEADS, H_BLOCK), _heads(total, HEADS, H_BLOCK), _heads(top, HEADS, H_BLOCK)
     return acc, total, tl.where(count > 0, top, float("-inf"))
+
+
+@triton.jit
+def _together(coded, lse, acc, total, top, sink):
+    """One softmax over the codes, with their log-sum-exps, the own block, as `_own_block` gives it, and the sinks; and
+    its denominators, 0 for heads that have no key at all: a padded row of a captured graph."""
+    new_top = tl.maximum(tl.maximum(top, lse), sink)
+    new_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight = tl.exp2(lse - new_top)
+    decay = tl.exp2(top - new_top)
+    total = total * decay + weight + tl.exp2(sink - new_top)
+    result = (acc * decay[:, None] + coded * weight[:, None]) / tl.where(total == 0.0, 1.0, total)[:, None]
+    return result, total
 
 
 @triton.jit

@@ -22,19 +22,11 @@ def _store_rows(
     pages_ptr,  # pages and scales as `store_tile` has them
     scale_ptr,
     slot_ptr,  # [T] int64
-    num_rows,
-    kv_heads,
-    x_stride_t,
-    x_stride_h,
-    x_stride_d,
-    page_stride,
-    scale_stride,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CODE_MAX: tl.constexpr,
+    num_rows, kv_heads, x_stride_t, x_stride_h, x_stride_d, page_stride, scale_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, CODE_MAX: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
+    """Rows of K or of V."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = row // kv_heads
     head = row % kv_heads
@@ -60,65 +52,21 @@ def _write_kv(
     v_ptr,
     v_scale_ptr,
     slot_ptr,  # [T] int64
-    num_rows,
-    kv_heads,
-    key_stride_t,
-    key_stride_h,
-    key_stride_d,
-    value_stride_t,
-    value_stride_h,
-    value_stride_d,
-    k_stride,
-    k_scale_stride,
-    v_stride,
-    v_scale_stride,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    K_CODE_MAX: tl.constexpr,
-    V_CODE_MAX: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    num_rows, kv_heads, key_stride_t, key_stride_h, key_stride_d, value_stride_t, value_stride_h, value_stride_d,
+    k_stride, k_scale_stride, v_stride, v_scale_stride,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
+    K_CODE_MAX: tl.constexpr, V_CODE_MAX: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     if tl.program_id(1) == 0:
         _store_rows(
-            key_ptr,
-            k_ptr,
-            k_scale_ptr,
-            slot_ptr,
-            num_rows,
-            kv_heads,
-            key_stride_t,
-            key_stride_h,
-            key_stride_d,
-            k_stride,
-            k_scale_stride,
-            K_DIM,
-            K_BLOCK,
-            BLOCK_SIZE,
-            K_CODE_MAX,
-            ROWS,
-        )
+            key_ptr, k_ptr, k_scale_ptr, slot_ptr, num_rows, kv_heads, key_stride_t, key_stride_h, key_stride_d,
+            k_stride, k_scale_stride, K_DIM, K_BLOCK, BLOCK_SIZE, K_CODE_MAX, ROWS,
+        )  # fmt: skip
     else:
         _store_rows(
-            value_ptr,
-            v_ptr,
-            v_scale_ptr,
-            slot_ptr,
-            num_rows,
-            kv_heads,
-            value_stride_t,
-            value_stride_h,
-            value_stride_d,
-            v_stride,
-            v_scale_stride,
-            V_DIM,
-            V_BLOCK,
-            BLOCK_SIZE,
-            V_CODE_MAX,
-            ROWS,
-        )
+            value_ptr, v_ptr, v_scale_ptr, slot_ptr, num_rows, kv_heads, value_stride_t, value_stride_h,
+            value_stride_d, v_stride, v_scale_stride, V_DIM, V_BLOCK, BLOCK_SIZE, V_CODE_MAX, ROWS,
+        )  # fmt: skip
 
 
 @on_device
