@@ -243,7 +243,8 @@ class Scheduler:
         queue.extendleft(reversed(skipped))
 
     def _begin(self, request: Request, step: _Step) -> bool:
-        start = self.blocks.find_start(request)
+        # A parent that starts in this step may share blocks that are written in it: copies run before.
+        start = self.blocks.find_start(request, may_fork=request.parent not in step.admitted)
         num_new = self._chunk(start.num_computed_tokens, request.num_tokens - start.num_computed_tokens, step)
         if not num_new or not self.blocks.fits(start, start.num_computed_tokens + num_new):
             return False
@@ -271,8 +272,8 @@ class Scheduler:
     def _schedule_tokens(self, request: Request, num_new: int, step: _Step) -> None:
         start = request.num_computed_tokens
         self.blocks.grow(request, start + num_new)
-        # Found by others at once, in this very step too: a layer writes the keys of all tokens before any attends, and
-        # nobody who is scheduled is preempted in the same step.
+        # Found by others at once, in this very step too: a layer writes the keys of all tokens before any attends, what
+        # others found is not copied, and nobody who is scheduled is preempted in the same step.
         self.blocks.store(request, start + num_new)
         step.budget -= num_new
         step.scheduled.append(ScheduledRequest(request, num_new, start, start + num_new == request.num_tokens))

@@ -154,6 +154,23 @@ def test_a_prompt_that_ends_one_token_into_a_block_is_forked_without_a_copy() ->
     assert output.block_copies == []
 
 
+def test_a_child_copies_no_tail_that_is_written_in_the_same_step() -> None:
+    """Its leader may have found it with a request that started just before, and copies run before anything is written:
+    the child would have gone on from another request's keys."""
+    scheduler = make()
+    leader, twin = add(scheduler, 41), add(scheduler, 41)
+    for _ in range(8):
+        step(scheduler)
+    for request in (leader, twin):
+        scheduler._leave_running(request)
+        scheduler._recompute(request)
+    scheduler.reset_prefix_cache()
+    child = add(scheduler, 41, parent=leader)
+    output = step(scheduler)
+    assert shares(output) == [(leader, 1, 48, True), (twin, 49, 0, True), (child, 9, 32, True)]
+    assert output.block_copies == []
+
+
 def test_a_child_whose_leader_is_gone_computes_by_itself() -> None:
     scheduler = make(enable_prefix_caching=False)
     leader = add(scheduler, 41)
