@@ -126,6 +126,7 @@ def _exp(x):
 
 @_kernel
 def add_rms_norm(address):
+    """A task is NORM_ROWS rows: `reference_fused.add_rms_norm`, or `rms_norm` where there is no residual."""
     words = _int64s(address, 12)
     x_at, x_stride, residual_at, weight_at, sum_at, out_at = words[1], words[2], words[3], words[4], words[5], words[6]
     num_rows, n, eps, offset, cast_first = words[7], words[8], _float(words[9]), _float(words[10]), words[11]
@@ -158,6 +159,7 @@ def add_rms_norm(address):
 
 @_kernel
 def silu_times(address):
+    """A task is a row: `reference_fused.gated_activation` of kind "silu"."""
     words = _int64s(address, 8)
     gate_at, gate_stride, up_at, up_stride, out_at = words[1], words[2], words[3], words[4], words[5]
     num_rows, n = words[6], words[7]
@@ -208,6 +210,18 @@ def _store(row, pages_at, place, scales_at, scale_place):
                 codes[d] = np.int8(0)
 
 
+@_inline
+def _rotate(row, x, cos, sin):
+    """Rotary embedding of the first channels of `x`, bf16, rounded to that, to `row`, fp32."""
+    half = cos.shape[0]
+    for d in range(half):
+        a, b = _wide(x[d]), _wide(x[half + d])
+        row[d] = _wide(_narrow(a * cos[d] - b * sin[d]))
+        row[half + d] = _wide(_narrow(b * cos[d] + a * sin[d]))
+    for d in range(2 * half, x.shape[0]):
+        row[d] = _wide(x[d])
+
+
 def _rope_write(address):
     """A task is a token: `reference_fused.rope_write` without norms and rotations, to bf16 and int8 pages."""
     words = _int64s(address, 29)
@@ -233,12 +247,7 @@ def _rope_write(address):
             kv_head = head // (heads // kv_heads) if of_query else head - heads
             x_at = q_at + 2 * (token * q_stride + head * head_dim)
             x = _bfloat16s(x_at if of_query else k_at + 2 * (token * k_stride + kv_head * head_dim), head_dim)
-            for d in range(half):
-                a, b = _wide(x[d]), _wide(x[half + d])
-                row[d] = _wide(_narrow(a * cos[d] - b * sin[d]))
-                row[half + d] = _wide(_narrow(b * cos[d] + a * sin[d]))
-            for d in range(2 * half, head_dim):
-                row[d] = _wide(x[d])
+            _rotate(row, x, cos, sin)
             if factor_at != 0:
                 at = 4 * kv_head * head_dim
                 factor, offset = _float32s(factor_at + at, head_dim), _float32s(offset_at + at, head_dim)
