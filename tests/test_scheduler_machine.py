@@ -188,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whatever happened before, everybody finishes, with the right tokens, and every block comes home."""
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(20_000):
+        for _ in range(200_000):  # in lockstep, with one token a step, all are computed again for each of their tokens
             if not self.scheduler.has_work and not self.pending:
                 break
             self._turn()
