@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from hf_paged.eval.kernels_bench import graph_time, read_bandwidth
-from hf_paged.kernels.packed_linear import lock_count, multiprocessors, packed_linear
+from hf_paged.kernels.on_device import multiprocessors
+from hf_paged.kernels.packed_linear import lock_count, packed_linear
 from hf_paged.kernels.packed_weight import PackedWeight, field_bits, packed_shape, tile_k
 from hf_paged.kernels.w4a16 import w4a16
 from hf_paged.kernels.w4a16_hopper import fits_hopper, w4a16_hopper

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from hf_paged.kernels import decode_int4, decode_registers
 from hf_paged.kernels.layout import LayerKV
-from hf_paged.kernels.on_device import cuda_capability
+from hf_paged.kernels.on_device import cuda_capability, multiprocessors
 
 # Up to so many it pays to start early: 0.8 us a layer less for one sequence, 1.4 for 16. Then it runs with the shared
 # memory of the product before it and so little L1, which costs 64 long sequences up to 34.
@@ -36,7 +34,7 @@ class DecodeConfig:
 def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int) -> DecodeConfig:
     """Tile and programs from what a captured graph fixes: what the GPU holds at once, or as many as there is work."""
     k, v = layer.k.tensor, layer.v.tensor
-    kv_heads, sms = k.shape[1], _num_sms(query.device)
+    kv_heads, sms = k.shape[1], multiprocessors(query.device) if query.is_cuda else 1
     heads = num_seqs * kv_heads
     overlap = query.is_cuda and cuda_capability(query.device)[0] >= 9
     tile = min(layer.block_size, 64 if k.shape[3] * k.element_size() <= 256 else 32)
@@ -65,8 +63,3 @@ def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int
     if config.in_registers and heads > programs and whole * 8 >= programs * busy:
         programs = whole
     return replace(config, programs=programs)
-
-
-@lru_cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_paged.kernels.packed_linear import multiprocessors
+from hf_paged.kernels.on_device import multiprocessors
 from hf_paged.kernels.packed_weight import PackedWeight, packed_linear_reference
 from hf_paged.kernels.reference_fused import RMSNorm
 
@@ -94,38 +94,42 @@ def folded_linear(
     Channels of `x` lie in the weight's order; with `gated` channel i of the result comes to `places[i]`. `locks` as
     for `packed_linear`.
     """
-    from hf_paged.kernels.w4a16_hopper import Ends, w4a16_hopper
+    from hf_paged.kernels.w4a16_hopper import Beside, Ends, w4a16_hopper
     from hf_paged.kernels.w4a16_hopper_tiles import choose_hopper_tiles
 
     assert not gated or (bias is None and weight.out_features % 128 == 0), weight.out_features
-    normed = isinstance(x, OpenNorm)
-    rows, squares = (x.rows, x.squares) if isinstance(x, OpenNorm) else (x, None)
-    eps = x.eps if isinstance(x, OpenNorm) else 0.0
-    ends = Ends(normed=normed, eps=eps, gated=gated, ordered=places is not None)
+    rows, squares, eps = (x.rows, x.squares, x.eps) if isinstance(x, OpenNorm) else (x, None, 0.0)
+    ends = Ends(normed=squares is not None, eps=eps, gated=gated, ordered=places is not None)
     weight = replace(weight, perm=None)
-    shape = (rows.shape[0], weight.out_features, weight.in_features, multiprocessors(rows.device.index or 0))
+    shape = (rows.shape[0], weight.out_features, weight.in_features, multiprocessors(rows.device))
     tiles = choose_hopper_tiles(*shape, gated=gated)
-    return w4a16_hopper(rows.contiguous(), weight, bias, locks, tiles, ends, (squares, None, None, None, None, places))
+    beside = Beside(squares=squares, places=places)
+    return w4a16_hopper(rows.contiguous(), weight, bias, locks, tiles, ends, beside)
 
 
 def folded_sum(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, residual: Tensor, norm: RMSNorm | None
 ) -> tuple[Tensor, OpenNorm | None]:
     """(s, norm(s)) with s = residual + linear(x): `[M, K]` and `[M, N]` -> `[M, N]` and its norm, if there is one."""
-    from hf_paged.kernels.w4a16_hopper import Ends, w4a16_hopper
+    from hf_paged.kernels.w4a16_hopper import Beside, Ends, w4a16_hopper
     from hf_paged.kernels.w4a16_hopper_tiles import choose_hopper_tiles
 
     m, n = residual.shape
     x, residual = x.contiguous(), residual.contiguous()
-    tiles = choose_hopper_tiles(m, n, weight.in_features, multiprocessors(x.device.index or 0))
+    tiles = choose_hopper_tiles(m, n, weight.in_features, multiprocessors(x.device))
     if norm is None:
-        only = (None, residual, None, None, None, None)
-        return w4a16_hopper(x, weight, bias, locks, tiles, Ends(adds=1), only), None
+        return w4a16_hopper(x, weight, bias, locks, tiles, Ends(adds=1), Beside(residual=residual)), None
     open_norm = OpenNorm(
         rows=torch.empty_like(residual),
         squares=torch.empty((m, n // _RUN), dtype=torch.float32, device=x.device),
         eps=norm.eps,
     )
-    beside = (None, residual, norm.weight, open_norm.rows, open_norm.squares, norm.places)
+    beside = Beside(
+        residual=residual,
+        norm=norm.weight,
+        rows=open_norm.rows,
+        new_squares=open_norm.squares,
+        places=norm.places,
+    )
     ends = Ends(adds=2, offset=norm.offset, ordered=norm.places is not None)
     return w4a16_hopper(x, weight, bias, locks, tiles, ends, beside), open_norm

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.kernels.layout import FP8_MAX
-from hf_paged.kernels.on_device import cuda_capability
+from hf_paged.kernels.on_device import cuda_capability, multiprocessors
 
 E4M3 = torch.float8_e4m3fn
 
@@ -101,14 +101,14 @@ def _weight_only(x: Tensor, weight: Fp8Weight, bias: Tensor | None, locks: Tenso
     if cuda_capability(x.device) < (8, 9):  # Triton has no e4m3 below
         return torch.nn.functional.linear(x, dequantize_fp8(weight, x.dtype), bias)
     from hf_paged.kernels.fp8_gemm import BLOCK_K, fp8_dequantize, fp8_gemm
-    from hf_paged.kernels.packed_linear import MAX_FUSED_ROWS, multiprocessors
+    from hf_paged.kernels.packed_linear import MAX_FUSED_ROWS
     from hf_paged.kernels.w4a16_tiles import choose_tiles
 
     (n, k), rows = weight.codes.shape, x.shape[0]
     aligned = weight.block[1] >= k or weight.block[1] % BLOCK_K == 0
     if rows > MAX_FUSED_ROWS or not aligned or x.dtype not in (torch.float16, torch.bfloat16):
         return torch.nn.functional.linear(x, fp8_dequantize(weight.codes, weight.scale, weight.block, x.dtype), bias)
-    tiles = choose_tiles(rows, n, -(-k // BLOCK_K), multiprocessors(x.device.index or 0))
+    tiles = choose_tiles(rows, n, -(-k // BLOCK_K), multiprocessors(x.device))
     return fp8_gemm(x.contiguous(), weight.codes, weight.scale, weight.block, bias, locks, tiles)
 
 

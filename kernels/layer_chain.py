@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_paged.kernels.cuda_kernel import CudaKernel, TensorBox, TensorMaps, read_source
 from hf_paged.kernels.folded_linear import folded_linear_reference, folded_sum_reference
-from hf_paged.kernels.packed_linear import multiprocessors
+from hf_paged.kernels.on_device import multiprocessors
 from hf_paged.kernels.packed_weight import PackedWeight
 from hf_paged.kernels.reference_fused import RMSNorm
 
@@ -125,7 +125,7 @@ class LayerChain:
         if sum(weight.packed.nbytes for weight in weights) > _MOST_BYTES:
             return None
         chain, device = cls(weights=weights, bias=biases[3], norms=norms), weights[0].packed.device
-        shape = chain.shape(MAX_CHAIN_ROWS, multiprocessors(device.index) if device.type == "cuda" else _PROGRAMS)
+        shape = chain.shape(MAX_CHAIN_ROWS, multiprocessors(device) if device.type == "cuda" else _PROGRAMS)
         fits = shape.stages >= _LEAST_STAGES  # few multiprocessors have many outputs each, and no room for weights
         return chain if fits and (device.type != "cuda" or _compiles(shape, device.index)) else None
 
@@ -205,7 +205,7 @@ def layer_chain(attended: Tensor, residual: Tensor, chain: LayerChain, exchange:
     program on every multiprocessor: they wait for each other, so all run at the same time (a cooperative launch).
     """
     m, device = residual.shape[0], residual.device.index or 0
-    shape = chain.shape(m, multiprocessors(device))
+    shape = chain.shape(m, multiprocessors(residual.device))
     assert m <= MAX_CHAIN_ROWS and exchange.numel() >= shape.exchange_words, (m, exchange.shape, shape)
     hidden = torch.empty_like(residual)
     qkv = torch.empty((m, shape.qkv), dtype=residual.dtype, device=residual.device)

@@ -7,7 +7,7 @@ cuda:0, where its memory is foreign or not to be read at all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -22,6 +22,19 @@ def cuda_capability(device: torch.device | int) -> tuple[int, int]:
     instructions nor the fp8 of a Hopper.
     """
     return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
+
+
+@cache
+def multiprocessors(device: torch.device | int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may use."""
+    import triton  # exists on Linux only
+
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 def on_device(launcher: Callable[P, R]) -> Callable[P, R]:

@@ -9,13 +9,15 @@ launches; no path synchronises.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_paged.kernels.on_device import multiprocessors, shared_memory
 from hf_paged.kernels.packed_weight import SLICE, PackedWeight, packed_linear_reference, tile_k
+from hf_paged.kernels.w4a16_hopper_tiles import choose_hopper_tiles, hopper_rows
+from hf_paged.kernels.w4a16_tiles import Tiles, choose_tiles
 
 MAX_FUSED_ROWS = 128  # above, cuBLAS on dequantized weights is faster (`eval/weights_bench.py`)
 
@@ -63,16 +65,16 @@ def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: 
         return packed_linear_reference(x, weight, bias)
     # imported at first use: a machine without CUDA needs no Triton
     from hf_paged.kernels.w4a16_hopper import fits_hopper, w4a16_hopper
-    from hf_paged.kernels.w4a16_hopper_tiles import choose_hopper_tiles, hopper_rows
 
     rows = x.shape[0]
     if 0 < rows <= hopper_rows(weight.in_features) and fits_hopper(x, weight):
-        device = x.device.index or 0
-        tiles = choose_hopper_tiles(rows, weight.out_features, weight.in_features, multiprocessors(device))
+        tiles = choose_hopper_tiles(rows, weight.out_features, weight.in_features, multiprocessors(x.device))
         return w4a16_hopper(x.contiguous(), weight, bias, locks, tiles)
     fits = fits_kernel(weight.field_bits, weight.group_size, weight.in_features)
     if rows <= MAX_FUSED_ROWS and x.dtype in (torch.float16, torch.bfloat16) and fits:
-        return _portable(x, weight, bias, locks)
+        from hf_paged.kernels.w4a16 import w4a16
+
+        return w4a16(x.contiguous(), weight, bias, locks, _tiles(rows, weight))
     from hf_paged.kernels.gather_channels import gather_channels
     from hf_paged.kernels.weight_dequantize import dequantize
 
@@ -80,20 +82,17 @@ def _packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: 
     return torch.nn.functional.linear(gathered, dequantize(weight, x.dtype), bias)
 
 
-def _portable(x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor) -> Tensor:
-    from hf_paged.kernels.w4a16 import w4a16
-    from hf_paged.kernels.w4a16_tiles import choose_tiles
-
-    device = x.device.index or 0
-    tiles = choose_tiles(
-        x.shape[0],
+def _tiles(rows: int, weight: PackedWeight) -> Tiles:
+    """Of the portable kernel's launch."""
+    device = weight.packed.device
+    return choose_tiles(
+        rows,
         weight.out_features,
-        weight.packed.shape[1],
+        weight.packed.shape[-3],
         multiprocessors(device),
         tile_k=tile_k(weight.field_bits),
         shared_memory=shared_memory(device),
     )
-    return w4a16(x.contiguous(), weight, bias, locks, tiles)
 
 
 def expert_rows_linear(x: Tensor, weight: PackedWeight, expert_ids: Tensor, top_k: int) -> Tensor | None:
@@ -104,31 +103,8 @@ def expert_rows_linear(x: Tensor, weight: PackedWeight, expert_ids: Tensor, top_
     if not x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16) or not fits:
         return None
     from hf_paged.kernels.w4a16 import w4a16_experts
-    from hf_paged.kernels.w4a16_tiles import choose_tiles
 
-    device = x.device.index or 0
-    tiles = choose_tiles(
-        1,
-        weight.out_features,
-        weight.packed.shape[-3],
-        multiprocessors(device),
-        tile_k=tile_k(weight.field_bits),
-        shared_memory=shared_memory(device),
-    )
-    return w4a16_experts(x.contiguous(), weight, expert_ids, top_k, tiles)
-
-
-@cache
-def multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def shared_memory(device: int) -> int:
-    """Bytes that one program may use."""
-    import triton
-
-    return int(triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+    return w4a16_experts(x.contiguous(), weight, expert_ids, top_k, _tiles(1, weight))
 
 
 def _packed_linear_op(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 from torch import Tensor
 
 from hf_paged.kernels.layout import LayerKV
+from hf_paged.kernels.on_device import shared_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +35,6 @@ def choose_config(layer: LayerKV, query: Tensor, group: int) -> PrefillConfig:
         return PrefillConfig(rows=rows, tile=64 if head_dim <= 128 else 32, num_warps=4, num_stages=2)
     if head_dim <= 128:  # two such programs on a multiprocessor: one multiplies while the other takes exponentials
         return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=2, max_registers=128)
-    if head_dim <= 256 and _shared_memory(query.device) >= 200 << 10:
+    if head_dim <= 256 and query.is_cuda and shared_memory(query.device) >= 200 << 10:
         return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=2)
     return PrefillConfig(rows=max(64, triton.next_power_of_2(group)), tile=32, num_warps=4, num_stages=2)
-
-
-@lru_cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may use."""
-    if device.type != "cuda":
-        return 0
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])

@@ -11,7 +11,6 @@ is. Groups of 32, 64 or a multiple of 128 channels, zero points, act-order, fp16
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -47,6 +46,18 @@ class Ends:
     def parts(self) -> int:
         """Sums that become one output."""
         return 2 if self.gated else 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Beside:
+    """The tensors that `Ends` needs, in the order in which the kernel of few tokens takes them."""
+
+    squares: Tensor | None = None  # [M, K / 16] fp32, with `normed`
+    residual: Tensor | None = None  # [M, N], with `adds`
+    norm: Tensor | None = None  # [N], with `adds` 2, as the next two
+    rows: Tensor | None = None  # [M, N], written
+    new_squares: Tensor | None = None  # [M, N / 16] fp32, written
+    places: Tensor | None = None  # int32, of each channel of `rows` or of the gated output, with `ordered`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +123,10 @@ def w4a16_hopper(
     locks: Tensor,
     tiles: HopperTiles,
     ends: Ends = Ends(),
-    beside: Sequence[Tensor | None] = (None,) * 6,
+    beside: Beside = Beside(),
 ) -> Tensor:
     """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per program and
-    warpgroup. `beside`: what `ends` reads and writes, as the kernel of few tokens takes it.
+    warpgroup.
     """
     (m, k), n = x.shape, weight.out_features
     blocks, steps = tiles.blocks(m, n), -(-k // STEP)
@@ -150,7 +161,7 @@ def w4a16_hopper(
         out,
         partial,
         locks,
-        *(() if tiles.many else beside),
+        *(() if tiles.many else vars(beside).values()),
         m,
         n,
         k,
