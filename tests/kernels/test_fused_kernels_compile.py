@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from compiling import run_compiling
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
@@ -103,16 +101,10 @@ for codes, code_max, rope, norm, transform in (
     if rope is FULL:
         assert not re.findall(r"ld\\.global\\S*16 ", ptx), ptx  # 2-byte loads
         assert ptx.count("bar.sync") <= 2, ptx  # those of the scales: nothing else passes through shared memory
-print("compiled", arch)
 """
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_kernels_compile_and_move_sixteen_bytes_at_a_time(arch: int, tmp_path: Path) -> None:
     """Vector width hangs on what the compiler can prove of strides and masks; 2-byte loads would take far longer."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(arch)], capture_output=True, text=True, timeout=240,
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_compiling(SCRIPT, arch, tmp_path)

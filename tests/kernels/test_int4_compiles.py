@@ -6,12 +6,10 @@ wants from it; no interpreter runs that kernel.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from compiling import run_compiling
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
@@ -58,13 +56,9 @@ pages = dict(k_ptr="*u8", k_scale_ptr="*fp16", v_ptr="*u8", v_scale_ptr="*fp16",
 constants = dict(K_DIM=128, V_DIM=80, K_BLOCK=128, V_BLOCK=128, K_CODE_MAX=15.0, V_CODE_MAX=15.0, BLOCK_SIZE=32,
                  ROWS=16, key_stride_d=1, value_stride_d=1)
 build(_write_kv, constants, 4, key_ptr="*bf16", value_ptr="*bf16", **pages)
-print("compiled", arch)
 """
 
 
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_int4_kernels_compile_without_a_gpu(arch: int, tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(arch)], capture_output=True, text=True, env=environment)
-    assert done.stdout.endswith(f"compiled {arch}\n"), done.stderr[-3000:]
+    run_compiling(SCRIPT, arch, tmp_path)

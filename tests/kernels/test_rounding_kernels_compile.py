@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from compiling import run_compiling
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
@@ -46,8 +44,4 @@ for columns in (128, 64, 8):
 
 @pytest.mark.parametrize("arch", [80, 90, 120])
 def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(arch)]
-    env["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_compiling(SCRIPT, arch, tmp_path)

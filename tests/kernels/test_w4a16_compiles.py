@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+from compiling import run_compiling
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
@@ -54,16 +53,10 @@ if arch >= 90:
     constants = dict(HAS_BIAS=True, SPLIT_K=4, BLOCK_M=16, BLOCK_N=128, BLOCK_K=128)
     values = ["M", "N", "K", "scale_stride", "scale_rows", "scale_columns"]
     build(fp8_gemm_kernel, pointers, values, constants, ["N", "K"])
-print("compiled", arch)
 """
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_kernels_compile_and_keep_their_registers(arch: int, tmp_path: object) -> None:
+def test_kernels_compile_and_keep_their_registers(arch: int, tmp_path: Path) -> None:
     """And no layout conversion crept in between the packed words and the matrix instruction: that halves the speed."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(arch)], capture_output=True, text=True, timeout=240,
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_compiling(SCRIPT, arch, tmp_path)
