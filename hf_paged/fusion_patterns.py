@@ -21,7 +21,7 @@ from hf_paged.kernels.reference_fused import ACTIVATIONS, RMSNorm, Rope
 from hf_paged.quant.joined_packed import input_order, inverse
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MAX_SIZE = 32768  # largest row of the norm kernel
+_MAX_SIZE = 32768  # `rms_norm.MAX_SIZE`, which needs Triton
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 _ACTIVATION_ERROR = 1e-5  # fp32; the two gelus differ by 5e-4

@@ -23,7 +23,7 @@ BLOCK_K = 128
 def fp8_gemm_kernel(
     x,  # [M, K] fp16 or bf16
     codes,  # [N, K] float8_e4m3fn
-    scales,  # [N / SCALE_ROWS, K / SCALE_COLUMNS] (rounded up)
+    scales,  # [N / scale_rows, K / scale_columns] (rounded up)
     bias,  # [N], with HAS_BIAS
     out,  # [M, N], dtype of x
     partial,  # [SPLIT_K, M, N] fp32, with SPLIT_K > 1
@@ -105,7 +105,7 @@ def fp8_gemm(
 @triton.jit(do_not_specialize=["scale_stride", "scale_rows", "scale_columns"])
 def fp8_dequantize_kernel(
     codes,  # [N, K] float8_e4m3fn
-    scales,  # [N / SCALE_ROWS, K / SCALE_COLUMNS]
+    scales,  # [N / scale_rows, K / scale_columns]
     out,  # [N, K]
     K,
     scale_stride,

@@ -109,6 +109,7 @@ def _launch(
     x: Tensor, residual: Tensor | None, norm: RMSNorm | None, post: RMSNorm | None, total: Tensor, out: Tensor
 ) -> None:
     n = x.shape[-1]
+    assert n <= MAX_SIZE, n
     rows = x.reshape(-1, n)
     if rows.stride(1) != 1:
         rows = rows.contiguous()

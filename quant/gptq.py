@@ -16,34 +16,21 @@ from hf_paged.kernels.gptq_reference import GptqBlock
 from hf_paged.kernels.rounding_ops import BLOCK, gptq_block
 from hf_paged.quant.grid import Grid, fit
 from hf_paged.quant.hessian import Factor
-from hf_paged.quant.rtn import check_weight, fit_columns, quantized
+from hf_paged.quant.rtn import fit_columns, quantized
 from hf_paged.quant.weight import QuantizedWeight
 
 
-def gptq(
-    weight: Tensor, factor: Factor, grid: Grid, *, static_groups: bool = False, asymmetry: float = 1.0
-) -> tuple[QuantizedWeight, Tensor]:
-    """`[N, K]` quantized for the inputs that `factor` has seen. Rows are independent of each other.
+def gptq(target: Tensor, factor: Factor, grid: Grid, *, static_groups: bool = False) -> tuple[QuantizedWeight, Tensor]:
+    """Finite weights `[K, N]` fp32 in the order of quantization, as `Factor.target` gives them, quantized for the
+    inputs that `factor` has seen. Output channels are independent of each other.
 
     Groups are runs of columns in the order of quantization, their grids fitted when their turn comes, to the weights as
     corrected by then. `static_groups` fits all grids beforehand and keeps groups in the natural order, also with
-    act-order, so that no `g_idx` is needed. `asymmetry` scales the correction of an asymmetric Hessian.
+    act-order, so that no `g_idx` is needed.
 
     Returns the weight and, per output channel, the squared output error summed over the calibration tokens `[N]` fp32
-    (damping included; less the part that no weight could avoid when asymmetric). Raises ValueError for NaN weights and
-    for a K that is not the factor's.
+    (damping included; less the part that no weight could avoid when asymmetric).
     """
-    check_weight(weight, grid.scales_dtype)
-    k = factor.unit.shape[0]
-    if weight.shape[1] != k:
-        raise ValueError(f"weight is {list(weight.shape)}, expected [N, {k}] as the activations have {k} channels")
-    return gptq_towards(factor.target(weight, asymmetry), factor, grid, static_groups=static_groups)
-
-
-def gptq_towards(
-    target: Tensor, factor: Factor, grid: Grid, *, static_groups: bool = False
-) -> tuple[QuantizedWeight, Tensor]:
-    """`gptq` of finite weights `[K, N]` fp32 in the order of quantization, as `Factor.target` gives them."""
     k = len(target)
     groups, g_idx = _group_index(factor, grid, static_groups)
     work = _Work(target, factor, grid)

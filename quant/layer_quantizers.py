@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_paged.quant.awq import awq_round, awq_scales
 from hf_paged.quant.descent import descend
-from hf_paged.quant.gptq import gptq_towards
+from hf_paged.quant.gptq import gptq
 from hf_paged.quant.grid import Grid
 from hf_paged.quant.hessian import Hessian
 from hf_paged.quant.layer_linears import LinearGroup, get_weight
@@ -114,7 +114,7 @@ class CalibratedQuantizer:
                 check_weight(weight, self.grid.scales_dtype)
                 target = factor.target(weight, config.asymmetry)
                 if matrix is None:
-                    quantized, errors = gptq_towards(target, factor, self.grid, static_groups=static)
+                    quantized, errors = gptq(target, factor, self.grid, static_groups=static)
                     error = float(errors.sum())
                 else:
                     rows = target.t()

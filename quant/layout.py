@@ -23,14 +23,11 @@ weights.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hf_paged.quant.packing import BITS, PLANAR_BITS, dense_words_for, whole_words_for, words_for
-
-logger = logging.getLogger(__name__)
 
 COMPRESSED = ("compressed", "compressed_dense", "int8")  # kinds of compressed-tensors
 FLOATS = ("F16", "BF16", "F32")

@@ -160,7 +160,7 @@ class _Run:
                 grid = methods.grid_of(self.config, self.stored)
                 result = methods.quantize_weights(layer, relative, self.config, grid)
             else:
-                result, error = self._with_inputs(index, layer, name, relative, self.inputs)
+                result, error = self._with_inputs(index, layer, relative, self.inputs)
             tensors = self._file_tensors(name, layer, result)
         except ValueError as problem:
             raise ValueError(f"{name}: {problem}") from problem
@@ -172,7 +172,7 @@ class _Run:
         return report
 
     def _with_inputs(
-        self, index: int, layer: nn.Module, name: str, relative: Sequence[str], inputs: LayerInputs
+        self, index: int, layer: nn.Module, relative: Sequence[str], inputs: LayerInputs
     ) -> tuple[LayerResult, float]:
         """Quantize a filled layer by what reaches it, hand on what it makes of that, and measure its error."""
         reference = None

@@ -10,10 +10,12 @@ from model_zoo import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_paged.eval.longcontext import DEPTHS, INTRODUCTION, NEEDLE, QUESTION, Case, make_cases, measure_retrieval
+from hf_paged.eval.longcontext import INTRODUCTION, NEEDLE, QUESTION, Case, make_cases, measure_retrieval
 from hf_paged.eval.texts import Window
 from hf_paged.llm import LLM
 from hf_paged.sampling_params import SamplingParams
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

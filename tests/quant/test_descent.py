@@ -52,7 +52,7 @@ def test_gptq_leaves_something_to_gain_in_every_layout(grid: Grid, order: str) -
     error. What is reported is what the file holds."""
     x, w = inputs(288), weights(24, 288)
     factor = factor_of(x, act_order=order != "natural")
-    start, before = gptq(w, factor, grid, static_groups=order == "static")
+    start, before = gptq(factor.target(w), factor, grid, static_groups=order == "static")
     found, after = descend(start, factor.target(w), factor, grid)
     assert (after <= before * 1.0001).all()
     assert after.sum() < before.sum()
@@ -74,7 +74,7 @@ def test_codes_rounded_to_nearest_become_better_than_those_of_gptq() -> None:
     factor = factor_of(x)
     ranges = awq_round(w, factor.matrix(), grid)
     found = descend(ranges, factor.target(w), factor, grid)[0]
-    of_gptq = errors(x, gptq(w, factor, grid)[0], w).sum()
+    of_gptq = errors(x, gptq(factor.target(w), factor, grid)[0], w).sum()
     assert errors(x, found, w).sum() < of_gptq < errors(x, ranges, w).sum()
 
 
@@ -86,7 +86,7 @@ def test_a_drifted_input_is_made_up_for() -> None:
     hessian.add(drifted, x)
     factor = hessian.factor()
     grid = Grid(bits=4, group_size=32, sym=False)
-    start, _ = gptq(w, factor, grid)
+    start, _ = gptq(factor.target(w), factor, grid)
     found, _ = descend(start, factor.target(w), factor, grid)
 
     def missed(weight: QuantizedWeight) -> float:
