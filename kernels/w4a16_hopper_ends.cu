@@ -100,7 +100,8 @@ __device__ __forceinline__ void add_block(const Problem& p, float4 v, const Besi
 }
 
 // As `store_block`, the product of a gate and what it gates.
-__device__ __forceinline__ void gate_block(const Problem& p, float4 gate, float4 up, const Beside& beside, int m, int n) {
+__device__ __forceinline__ void gate_block(const Problem& p, float4 gate, float4 up, const Beside& beside, int m,
+                                           int n) {
   const int lane = threadIdx.x % 32;
   const bool odd = lane & 4;
   m += 2 * (lane % 4) + odd;

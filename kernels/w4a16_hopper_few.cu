@@ -1,14 +1,14 @@
 // Few tokens: `mma.sync`, whose cost falls with the tokens where a `wgmma` takes 32 cycles for 8 of them. Group scales
 // multiply fp32 sums.
 //
-// The programs of two kernels fit one multiprocessor: those of the next one bring their first weights while these add and
-// store. One thread brings weights, one warp activations; they walk over units without dividing (one producer with integer
-// divisions cost 0.58 us a unit, more than a unit's bytes).
+// The programs of two kernels fit one multiprocessor: those of the next one bring their first weights while these add
+// and store. One thread brings weights, one warp activations; they walk over units without dividing (one producer with
+// integer divisions cost 0.58 us a unit, more than a unit's bytes).
 constexpr int THREADS = MULTIPLIERS + 64;
 
-// A nibble in the low bits of a 16-bit float is a subnormal number, the code times 2^-133 (bf16) or 2^-24 (fp16), and one
-// in the next four bits 16 times that, also where they are normal. So two slices need no shift, the others one between
-// them, and one multiplication and addition centres them. Centred they are 2^-6 or 2^-9 of what they should be.
+// A nibble in the low bits of a 16-bit float is a subnormal number, the code times 2^-133 (bf16) or 2^-24 (fp16), and
+// one in the next four bits 16 times that, also where they are normal. So two slices need no shift, the others one
+// between them, and one multiplication and addition centres them. Centred they are 2^-6 or 2^-9 of what they should be.
 constexpr u32 EVEN = HALF ? 0x78007800u : 0x7F007F00u;  // 2^15, 2^127
 constexpr u32 ODD = HALF ? 0x68006800u : 0x7D007D00u;   // a 16th
 constexpr u32 MINUS_EVEN = EVEN | 0x80008000u;
@@ -29,8 +29,8 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32* a, u32 b0, u32 b1,
                  : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
-// One warp: activations, of a unit two halves of 64 channels, rows of 128 bytes whose 16-byte pieces are swizzled by the
-// row.
+// One warp: activations, of a unit two halves of 64 channels, rows of 128 bytes whose 16-byte pieces are swizzled by
+// the row.
 __device__ __forceinline__ void produce_x(const Problem& p, char* smem, u32 full, u32 empty) {
   const int lane = threadIdx.x % 32, chunk = lane % 16, row = lane / 16;
   const u32 to = shared_address(smem) + chunk / 8 * (BM * 128);
@@ -200,9 +200,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   extern __shared__ __align__(1024) char smem[];
   const int tiles_m = (M + BM - 1) / BM, steps = (K + 127) / 128;
   const int units = (N + ROWS - 1) / ROWS * tiles_m * steps;
-  const Problem p{x,        packed,   scales,   zeros,    bias, out,   M,    N,          K,
-                  group,    groups,   steps,    tiles_m,  units, first_unit(blockIdx.x, units),
-                  first_unit(blockIdx.x + 1, units), partial, counters, squares, residual, norm, rows, new_squares, places};
+  const Problem p{
+      x, packed, scales, zeros, bias, out, M, N, K, group, groups,
+      steps, tiles_m, units, first_unit(blockIdx.x, units), first_unit(blockIdx.x + 1, units),
+      partial, counters, squares, residual, norm, rows, new_squares, places};
   const u32 full = shared_address(smem + BAR_AT), empty = full + 8 * STAGES;
   begin_barriers(full, empty, 33);  // the lanes that bring activations, and the bytes
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

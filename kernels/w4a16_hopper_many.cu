@@ -1,7 +1,7 @@
-// Many tokens: `wgmma` with the left operand in registers. A warpgroup unpacks a part of a step and multiplies it in one
-// burst of products while the others unpack. A product whose operand is in registers holds its warp up until the matrix
-// unit takes it; where each was followed by unpacking the next operand, warps fell in step and the unit idled for a third
-// of the time and more. Scales multiply the weights, rounded to 16 bits.
+// Many tokens: `wgmma` with the left operand in registers. A warpgroup unpacks a part of a step and multiplies it in
+// one burst of products while the others unpack. A product whose operand is in registers holds its warp up until the
+// matrix unit takes it; where each was followed by unpacking the next operand, warps fell in step and the unit idled
+// for a third of the time and more. Scales multiply the weights, rounded to 16 bits.
 constexpr int THREADS = MULTIPLIERS + 128;
 constexpr u64 X_ROWS = (u64)64 << 32 | (u64)1 << 62;  // of a descriptor: swizzled rows of 128 bytes, 8 of them 1024
 
@@ -93,8 +93,8 @@ __device__ __forceinline__ void bring_activations(const Problem& p, const Tensor
 
 __device__ __forceinline__ void store_piece(const Problem& p, int tile, int piece, float4 sum) {
   const int block = tile / p.tiles_m * TILES + threadIdx.x / 128 * SUB + piece / (BM / 8);
-  store_block(sum, p.bias, p.out, tile % p.tiles_m * BM + piece % (BM / 8) * 8, block * 64 + threadIdx.x % 128 / 32 * 16,
-              p.M, p.N);
+  store_block(sum, p.bias, p.out, tile % p.tiles_m * BM + piece % (BM / 8) * 8,
+              block * 64 + threadIdx.x % 128 / 32 * 16, p.M, p.N);
 }
 
 // Programs of a shared tile in its counter: how many have written (bits 0 to 7), are done (8 to 15), which have left.
@@ -102,7 +102,8 @@ constexpr u32 ONE_DONE = 1 << 8, ONE_LEFT = 1 << 16;
 constexpr long long PATIENCE = 200000;  // clocks, 0.1 ms
 
 // The shares that this program shall add, a bit each; none when it has left its own to the last one that writes. Who
-// waits keeps its place: programs of many streams, each waiting for others of its launch, could keep all places for ever.
+// waits keeps its place: programs of many streams, each waiting for others of its launch, could keep all places for
+// ever.
 __device__ __forceinline__ u32 claim_shares(u32* counter, int count, int mine) {
   u32 state, shares = 1u << mine;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(state) : "l"(counter) : "memory");
@@ -153,11 +154,13 @@ __device__ __forceinline__ void share_tile(const Problem& p, int tile, const flo
   if (threadIdx.x % 128 == 0)
     claimed[warpgroup] = claim_shares((u32*)p.counters + first * WARPGROUPS + warpgroup, count, blockIdx.x - first);
   sync_warpgroup();
-  for (u32 shares = claimed[warpgroup]; shares; shares &= shares - 1) add_share(p, tile, first, count, __ffs(shares) - 1);
+  for (u32 shares = claimed[warpgroup]; shares; shares &= shares - 1)
+    add_share(p, tile, first, count, __ffs(shares) - 1);
 }
 
 // After a program's last step of a tile.
-__device__ __forceinline__ void end_tile(const Problem& p, int tile, int k_begin, char* smem, float (&acc)[SUB][BM / 2]) {
+__device__ __forceinline__ void end_tile(const Problem& p, int tile, int k_begin, char* smem,
+                                         float (&acc)[SUB][BM / 2]) {
   const int tiles = p.units / p.steps;
   if (CLUSTER > 1)
     sum_cluster(p, tile, smem, acc);
@@ -266,9 +269,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   extern __shared__ __align__(1024) char smem[];
   const int tiles_m = (M + BM - 1) / BM, steps = (K + 127) / 128;
   const int units = (N + ROWS - 1) / ROWS * tiles_m * steps;
-  const Problem p{nullptr, packed, scales, zeros, bias, out,
-                  M,     N,      K,       group, groups,  steps, tiles_m,
-                  units, first_unit(blockIdx.x, units), first_unit(blockIdx.x + 1, units), partial, counters};
+  const Problem p{
+      nullptr, packed, scales, zeros, bias, out, M, N, K, group, groups,
+      steps, tiles_m, units, first_unit(blockIdx.x, units), first_unit(blockIdx.x + 1, units),
+      partial, counters};
   const u32 full = shared_address(smem + BAR_AT), empty = full + 8 * STAGES;
   begin_barriers(full, empty, 1);
   if (threadIdx.x >= MULTIPLIERS) {

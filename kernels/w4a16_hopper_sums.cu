@@ -1,4 +1,5 @@
-// Sums over the programs of a tile. Parts are added in the order of the programs, so a result does not depend on timing.
+// Sums over the programs of a tile. Parts are added in the order of the programs, so a result does not depend on
+// timing.
 constexpr int SUMS = (OUTPUTS * WARPS + CLUSTER - 1) / CLUSTER;  // of a warp's piece, made by a program of a cluster
 constexpr int TOGETHER = BURST > 0 ? 1 : 4;  // programs whose few pieces are read at once
 
@@ -119,7 +120,8 @@ __device__ __forceinline__ bool arrive_last(const Problem& p, int first, int oth
 
 // The last program at a tile adds all parts in the order of the programs, so a result does not depend on timing. Nobody
 // waits for another: programs that wait keep their places, and on many streams they could keep all.
-__device__ __forceinline__ void sum_tile(const Problem& p, int tile, int k_begin, char* smem, float (&acc)[SUB][BM / 2]) {
+__device__ __forceinline__ void sum_tile(const Problem& p, int tile, int k_begin, char* smem,
+                                         float (&acc)[SUB][BM / 2]) {
   const int first = program_of(tile * p.steps, p.units), last = program_of(tile * p.steps + p.steps - 1, p.units);
   bool has_own = true;
   if (first < last && !arrive_last(p, first, last - first, k_begin == 0, smem, acc, has_own)) return;
