@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +49,7 @@ class Ends:
         return 2 if self.gated else 1
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Beside:
+class Beside(NamedTuple):
     """The tensors that `Ends` needs, in the order in which the kernel of few tokens takes them."""
 
     squares: Tensor | None = None  # [M, K / 16] fp32, with `normed`
@@ -58,6 +58,9 @@ class Beside:
     rows: Tensor | None = None  # [M, N], written
     new_squares: Tensor | None = None  # [M, N / 16] fp32, written
     places: Tensor | None = None  # int32, of each channel of `rows` or of the gated output, with `ordered`
+
+
+_NOTHING = Beside()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,7 @@ def w4a16_hopper(
     locks: Tensor,
     tiles: HopperTiles,
     ends: Ends = Ends(),
-    beside: Beside = Beside(),
+    beside: Beside = _NOTHING,
 ) -> Tensor:
     """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per program and
     warpgroup.
@@ -161,7 +164,7 @@ def w4a16_hopper(
         out,
         partial,
         locks,
-        *(() if tiles.many else vars(beside).values()),
+        *(() if tiles.many else beside),
         m,
         n,
         k,
