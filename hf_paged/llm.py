@@ -182,7 +182,7 @@ class LLM:
         """Complete one conversation or many, each a list of `{"role": ..., "content": ...}`.
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            ValueError: the tokenizer has no chat template, or it refuses a conversation.
         """
         return self.generate(self.render_chat(messages), sampling_params, use_tqdm=use_tqdm)
 
@@ -191,10 +191,13 @@ class LLM:
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; use generate() with plain prompts")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return [
-            {"prompt": self.tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True), "chat": True}
-            for c in conversations
-        ]
+        return [{"prompt": self._render(conversation), "chat": True} for conversation in conversations]
+
+    def _render(self, conversation: Any) -> str:
+        try:
+            return str(self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # a template is a program and fails as it likes
+            raise ValueError(f"the chat template refuses {conversation}: {error}") from error
 
     def _jobs(self, prompts: Any, sampling_params: Any) -> list[_Job]:
         if isinstance(prompts, torch.Tensor | np.ndarray):

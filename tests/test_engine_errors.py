@@ -276,6 +276,21 @@ def test_prompts_may_be_arrays_and_nothing_else_is_taken_for_ids(model: PreTrain
     assert not engine.engine.has_work
 
 
+def test_a_conversation_that_the_chat_template_cannot_take_is_named(model: PreTrainedModel) -> None:
+    """A template is a program: what it stumbles over came out as a traceback of Jinja's."""
+    tokenizer = tiny_tokenizer(120)
+    llm = LLM(model, tokenizer=tokenizer, num_blocks=20)
+    with pytest.raises(ValueError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+    tokenizer.chat_template = "{% for turn in messages %}{{ turn.role + ':' + turn.content }}{% endfor %}"
+    assert llm.render_chat([{"role": "user", "content": "hi"}]) == [{"prompt": "user:hi", "chat": True}]
+    (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+    (plain,) = llm.generate(["user:hi"], GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    with pytest.raises(ValueError, match=r"template refuses .*7"):
+        llm.chat([[{"role": "user", "content": "hi"}], [{"role": "user", "content": 7}]], GREEDY, use_tqdm=False)
+
+
 def test_a_text_that_is_no_unicode_costs_its_own_request_only(model: PreTrainedModel) -> None:
     """JSON's escapes can make half a surrogate pair, which no tokenizer takes."""
     engine = LLM(model, tokenizer=tiny_tokenizer(120), num_blocks=120, block_size=16)
