@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-ROWS = (
-    576  # whole registers of any kernel, also of a thread's part of them: AVX2 takes 6 rows at once, and others apart
-)
+# Whole registers of any kernel, also of a thread's part of them: AVX2 takes 6 rows at once, and others apart.
+ROWS = 576
 
 
 class RowTiles(TorchFunctionMode):

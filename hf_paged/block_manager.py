@@ -81,7 +81,7 @@ class BlockManager:
     # ---- start, grow, end --------------------------------------------------------------------------------------------
 
     def find_start(self, request: Request, *, may_fork: bool = True) -> Start:
-        """The furthest start: a fork of its parent's prompt, otherwise the longest hit in the prefix cache."""
+        """The furthest start: a fork of its parent's prompt, if it may, else the longest hit in the prefix cache."""
         return (self._fork(request) if may_fork else None) or self._prefix_hit(request)
 
     def start(self, request: Request, start: Start) -> list[tuple[int, int]]:

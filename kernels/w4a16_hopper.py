@@ -128,8 +128,8 @@ def w4a16_hopper(
     ends: Ends = Ends(),
     beside: Beside = _NOTHING,
 ) -> Tensor:
-    """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`. `locks`: int32 zeros, one per program and
-    warpgroup.
+    """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`, with gated `ends` `[M, N / 2]`. `locks`: int32 zeros, one per
+    program and warpgroup.
     """
     (m, k), n = x.shape, weight.out_features
     blocks, steps = tiles.blocks(m, n), -(-k // STEP)
