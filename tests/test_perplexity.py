@@ -25,6 +25,7 @@ from hf_paged.eval.texts import read_text, token_ids_of, windows_of
 from hf_paged.kernels.layout import UINT4, LayerKV
 from hf_paged.kernels.reference import dequantize, dequantize_groups, quantize_groups, quantize_rows
 from hf_paged.kv_cache import LayerFormat
+from hf_paged.private_transformers import forget_attention
 
 WINDOW = 64
 TEXT = prompts((3 * WINDOW + 10,), seed=3)[0].tolist()
@@ -130,7 +131,7 @@ def fake_quantized() -> Iterator[dict[int, LayerFormat]]:
 
     AttentionInterface.register("fake_quant", attention)
     yield formats
-    AttentionInterface._global_mapping.pop("fake_quant")
+    forget_attention("fake_quant")
 
 
 def rounded(x: Tensor, codes: torch.dtype | None) -> Tensor:

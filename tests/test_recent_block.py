@@ -9,11 +9,11 @@ import torch
 from model_zoo import VOCAB, tiny_model
 from tiny_engine import GREEDY, llm, prompts, run, tiny_llama, tiny_mistral, tokens
 from torch import Tensor
-from transformers import LlamaForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, LlamaForCausalLM
 
 from hf_paged import PagedCache, SamplingParams
 from hf_paged.kernels.reference import dequantize, dequantize_groups, quantize_groups, quantize_rows
+from hf_paged.private_transformers import forget_attention
 
 FORMATS = ("int4", "int8", "k=int8,v=int4", "k=fp8,v=auto")
 RECENT = {"kv_recent_block": True, "kv_scales": "off"}
@@ -59,7 +59,7 @@ def dense_with_codes(model: LlamaForCausalLM, ids: list[int], formats: tuple[str
         out = (probs * own) @ values + (probs * ~own) @ old_values
         return out.transpose(1, 2), None
 
-    ALL_ATTENTION_FUNCTIONS.register("recent_test", attention)
+    AttentionInterface.register("recent_test", attention)
     used = model.config._attn_implementation
     model.set_attn_implementation("recent_test")
     try:
@@ -67,6 +67,7 @@ def dense_with_codes(model: LlamaForCausalLM, ids: list[int], formats: tuple[str
             logits: Tensor = model(torch.tensor([ids])).logits[0]
     finally:
         model.set_attn_implementation(used)
+        forget_attention("recent_test")
     return logits
 
 
