@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import textwrap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -191,13 +192,14 @@ class LLM:
         if self.tokenizer is None or self.tokenizer.chat_template is None:
             raise ValueError("this model's tokenizer has no chat template; use generate() with plain prompts")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return [{"prompt": self._render(conversation), "chat": True} for conversation in conversations]
+        return [{"prompt": self._render(i, conversation), "chat": True} for i, conversation in enumerate(conversations)]
 
-    def _render(self, conversation: Any) -> str:
+    def _render(self, index: int, conversation: Any) -> str:
         try:
             return str(self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template is a program and fails as it likes
-            raise ValueError(f"the chat template refuses {conversation}: {error}") from error
+            shown = textwrap.shorten(str(conversation), 200, placeholder=" ...")
+            raise ValueError(f"the chat template refuses conversation {index}: {error}: {shown}") from error
 
     def _jobs(self, prompts: Any, sampling_params: Any) -> list[_Job]:
         if isinstance(prompts, torch.Tensor | np.ndarray):

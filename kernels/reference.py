@@ -283,7 +283,8 @@ def _prefill(
     `_KEY_TILE` keys a row is summed in the same order, to the same bits, however a prompt is cut. 16-bit rows, and
     layers that torch's blockwise kernel does not take, do without (`tile` 1).
 
-    `own`: K and V of these tokens as they came, `[q_len, kv_heads, head_dim]`, which the queries of each block read.
+    `own`: K and V of these tokens as they came, `[q_len, kv_heads, head_dim]`, which the queries of each block read;
+    the queries are taken block by block then.
     """
     q_len, heads, head_dim = q.shape[0], q.shape[1] * q.shape[2], q.shape[3]
     history = seq_len - q_len  # position of the first query

@@ -287,7 +287,7 @@ def test_a_conversation_that_the_chat_template_cannot_take_is_named(model: PreTr
     (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
     (plain,) = llm.generate(["user:hi"], GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == plain.outputs[0].token_ids
-    with pytest.raises(ValueError, match=r"template refuses .*7"):
+    with pytest.raises(ValueError, match=r"template refuses conversation 1: .*7"):
         llm.chat([[{"role": "user", "content": "hi"}], [{"role": "user", "content": 7}]], GREEDY, use_tqdm=False)
 
 
