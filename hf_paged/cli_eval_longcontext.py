@@ -22,7 +22,8 @@ def longcontext(
     kv_cache_dtype: support.KVFormats = None,
     naive: support.Naive = False,
     lengths: Annotated[
-        str | None, typer.Option(help="Tokens, e.g. 512,2048; default: a quarter, half and all of the context.")
+        str | None,
+        typer.Option(help="Tokens, e.g. 512,2048; default: a quarter, half and all of the context, from 256 on."),
     ] = None,
     depths: Annotated[str, typer.Option(help="Where the key stands, in percent of the text.")] = "0,25,50,75,100",
     trials: Annotated[int, typer.Option(min=1, help="Texts per length and depth, each with its own key.")] = 4,
@@ -52,7 +53,8 @@ def longcontext(
     from hf_paged.eval.texts import context_of, read_text
 
     context = context_of(support.config_of(model)) or 2048
-    wanted = asked or [context // 4, context // 2, context]
+    usual = [length for length in (context // 4, context // 2, context) if length >= 256]  # room for the question
+    wanted = asked or usual or [context]
     if max(wanted) > context:
         raise typer.BadParameter(f"--lengths {max(wanted)} is not allowed; allowed: at most {context}, the context")
     text = FILLER if filler is None else read_text(filler)

@@ -159,6 +159,13 @@ def test_longcontext_prints_a_cell_for_every_length_and_depth(model_path: Path, 
     assert run("longcontext", model_path, *options).stdout.count("0% -") == 2 * 6
 
 
+def test_longcontext_has_lengths_for_a_short_context(model_path: Path) -> None:
+    """A quarter of 256 tokens has no room for the key and its question, and nobody asked for it."""
+    result = run("longcontext", model_path, "--trials", 1, "--depths", "50", "--kv-cache-dtype", "auto", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert [cell["length"] for cell in json.loads(result.stdout)["results"][0]["cells"]] == [256]
+
+
 @pytest.mark.usefixtures("nothing_loads")
 @pytest.mark.parametrize(
     ("options", "message"),
