@@ -23,7 +23,7 @@ def longcontext(
     naive: support.Naive = False,
     lengths: Annotated[
         str | None,
-        typer.Option(help="Tokens, e.g. 512,2048; default: a quarter, half and all of the context, from 256 on."),
+        typer.Option(help="Tokens, e.g. 512,2048; default: a quarter, half and all of the context."),
     ] = None,
     depths: Annotated[str, typer.Option(help="Where the key stands, in percent of the text.")] = "0,25,50,75,100",
     trials: Annotated[int, typer.Option(min=1, help="Texts per length and depth, each with its own key.")] = 4,
