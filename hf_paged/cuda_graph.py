@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -25,6 +25,8 @@ from torch import Tensor
 
 from hf_paged.config import EngineConfig
 from hf_paged.kernels.cpu_graph import CpuGraph
+from hf_paged.kernels.layer_chain import MAX_CHAIN_ROWS
+from hf_paged.kernels.turn import turn
 from hf_paged.model_inputs import InputBuilder, ModelInputs, StepPacking, StepShape, StepSizes
 from hf_paged.request import ScheduledRequest
 
@@ -214,6 +216,9 @@ class CapturedStep:
             max_seq_len=bucket.max_seq_len,
         )
         self._graph: torch.cuda.CUDAGraph | CpuGraph
+        # so small a step may have kernels whose programs wait for each other
+        self._takes_turn = memory is not None and bucket.num_tokens <= MAX_CHAIN_ROWS
+        self._device = device
         # Compiles kernels and fills caches, which a capture must not do. On the current stream: every stream that ever
         # multiplied keeps a 32 MiB cuBLAS workspace.
         run(self._inputs)
@@ -229,7 +234,8 @@ class CapturedStep:
     def replay(self, scheduled: Sequence[ScheduledRequest], sizes: StepSizes, index: np.ndarray) -> StepTensors:
         """Run the step on `scheduled`; its tensors are valid until the next replay of any that shares its memory."""
         self._builder.build(scheduled, sizes, index, self._packing, self._buffer)
-        self._graph.replay()
+        with turn(self._device) if self._takes_turn else nullcontext():
+            self._graph.replay()
         return self._tensors
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, *_CLUSTER_DIMENSION, *_PROGRAMMATIC_STREAM_SERIALIZATION
 _COOPERATIVE, _CLUSTER, _OVERLAP = 2, 4, 6
+_MPS_ENABLED = 133  # CU_DEVICE_ATTRIBUTE_MPS_ENABLED
 _TENSOR_TYPES = {torch.int32: 3, torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128_BYTES, _PROMOTE_256_BYTES = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 
@@ -142,6 +143,14 @@ class CudaKernel:
         stream = torch.cuda.current_stream().cuda_stream
         config = _LaunchConfig(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, attributes, len(asked))
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
+
+
+@cache
+def serves_processes(index: int) -> bool:
+    """Whether a GPU runs kernels of several processes at the same time (MPS); True where the driver cannot say."""
+    device, value = ctypes.c_int(), ctypes.c_int()
+    _check(_driver().cuDeviceGet(ctypes.byref(device), index))
+    return bool(_driver().cuDeviceGetAttribute(ctypes.byref(value), _MPS_ENABLED, device) or value.value)
 
 
 def read_source(files: Iterable[str], defines: Mapping[str, object]) -> str:

@@ -3,7 +3,7 @@
 //
 // One program a multiprocessor. Each owns whole outputs, 16 at a time, and its warps share their channels, so nothing
 // is summed over programs. One thread brings words and scales of all products to a ring in shared memory and never
-// waits for a product before: while the others wait for activations, the ring fills. But it asks for one stage at a
+// waits for a product before: while the others wait for activations, the ring fills. But it asks for two stages at a
 // time: what is under way delays the activations, since the memory answers in turn. Those go from product to product
 // through the L2 without a barrier or a counter: memory is all ones before, a word of two bf16 that no rounding yields,
 // and who reads asks again until every word is something else. So programs must run at the same time; who waits for
@@ -12,20 +12,19 @@
 //   M                       tokens
 //   KO, HID, INTER, QKV     channels of attention, hidden, of the MLP, outputs of QKV
 //   PROGRAMS                multiprocessors
-//   WARPS                   that multiply; a stage of the ring has two steps, 128 channels by 16 outputs, for each
+//   WARPS                   that multiply; a stage of the ring has a step, 128 channels by 16 outputs, for each
 //   STAGES                  of the ring
 //   SCALE                   0 fp16, 1 bf16
 //   EPS, OFFSET, NEXT_EPS, NEXT_OFFSET   of the norms
 
 constexpr int MULTIPLIERS = 32 * WARPS, THREADS = MULTIPLIERS + 32;
-constexpr int STAGE_STEPS = 2 * WARPS;
-constexpr int WORD_BYTES = STAGE_STEPS * 1024, STAGE_BYTES = WORD_BYTES + STAGE_STEPS * 32;
+constexpr int WORD_BYTES = WARPS * 1024, STAGE_BYTES = WORD_BYTES + WARPS * 32;
 enum Product { OUTPUT, GATE_UP, DOWN, NEXT_QKV };
 
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int share(int units) { return (units + PROGRAMS - 1) / PROGRAMS; }
 constexpr int MOST_STEPS = most(most(KO, HID), INTER) / 128;
-constexpr int WARP_STEPS = (MOST_STEPS + STAGE_STEPS - 1) / STAGE_STEPS * 2;
+constexpr int WARP_STEPS = (MOST_STEPS + WARPS - 1) / WARPS;
 constexpr int X_ROW = WARP_STEPS * 256 + (M > 1 ? 16 : 0);  // rows of several tokens in different banks
 constexpr int X_WARP = (M * X_ROW + 127) / 128 * 128;
 constexpr int HIDDEN_GROUPS = share(HID / 16), OTHER_GROUPS = most(2 * share(INTER / 16), share(QKV / 16));
@@ -56,7 +55,7 @@ __device__ __forceinline__ void sync_threads(int count) { asm volatile("bar.sync
 __device__ __forceinline__ float low(u32 word) { return __uint_as_float(word << 16); }
 __device__ __forceinline__ float rounded(float v) { return low(pack2(v, v)); }
 
-// One thread: words and scales of all products. Boxes of STAGE_STEPS steps of 16 outputs; what is beyond K is zero.
+// One thread: words and scales of all products. Boxes of a step of 16 outputs for each warp; what is beyond K is zero.
 __device__ __forceinline__ void copy_stage(const Maps& maps, int q, int group, int step, u32 to, u32 bar) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
@@ -66,7 +65,7 @@ __device__ __forceinline__ void copy_stage(const Maps& maps, int q, int group, i
           "r"(to + WORD_BYTES), "l"(maps.scales + q), "r"(group * 16), "r"(step), "r"(bar) : "memory");
 }
 __device__ __forceinline__ void produce(const Maps& maps, u32 ring, u32 full, u32 empty) {
-  int stage = 0, parity = 1;
+  int stage = 0, parity = 1, before = -1, before_parity = 0;
 #pragma unroll 1
   for (int q = OUTPUT; q <= NEXT_QKV; q++) {
     const int steps = steps_of(q), halves = q == GATE_UP ? 2 : 1, count = unit_count(q) * halves;
@@ -74,11 +73,13 @@ __device__ __forceinline__ void produce(const Maps& maps, u32 ring, u32 full, u3
     for (int i = 0; i < count; i++) {
       const int group = unit_at(i / halves) + i % halves * (INTER / 16);
 #pragma unroll 1
-      for (int step = 0; step < steps; step += STAGE_STEPS) {
+      for (int step = 0; step < steps; step += WARPS) {
         barrier_wait(empty + 8 * stage, parity);
         barrier_expect(full + 8 * stage, STAGE_BYTES);
         copy_stage(maps, q, group, step, ring + stage * STAGE_BYTES, full + 8 * stage);
-        barrier_wait(full + 8 * stage, parity ^ 1);
+        if (before >= 0) barrier_wait(full + 8 * before, before_parity);
+        before = stage;
+        before_parity = parity ^ 1;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         parity ^= stage == 0;
       }
@@ -104,9 +105,9 @@ __device__ __forceinline__ uint4 once_there(uint4 v, const void* p) {
   return v;
 }
 
-// A warp's share of rows `[M][K]`: of each stage its two steps. `there`: the kernel before wrote them.
+// A warp's share of rows `[M][K]`: of each stage its step. `there`: the kernel before wrote them.
 __device__ __forceinline__ void load_rows(const u16* rows, int q, bool there, u32 to) {
-  constexpr int BATCH = WARP_STEPS / 2;
+  constexpr int BATCH = (WARP_STEPS + 1) / 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __syncwarp();
 #pragma unroll
@@ -115,7 +116,7 @@ __device__ __forceinline__ void load_rows(const u16* rows, int q, bool there, u3
     uint4 v[BATCH];
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
-      const int step = i * STAGE_STEPS + 2 * warp + lane / 16;
+      const int step = (2 * i + lane / 16) * WARPS + warp;
       const bool live = step < steps_of(q);
       from[i] = live ? rows + m * channels_of(q) + step * 128 + lane % 16 * 8 : nullptr;
       if (live) v[i] = load_fresh(from[i]);
@@ -174,34 +175,24 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32* a, u32 b0, u32 b1)
       "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// N steps of 16 outputs by 8 tokens.
-template <int N>
+// A step of 16 outputs by 8 tokens.
 __device__ __forceinline__ void multiply(u32 words, u32 scales, u32 x, float (&acc)[4]) {
   const int lane = threadIdx.x % 32;
-  uint4 top[N], bottom[N];
-  float part[N][4] = {};
+  const uint4 top = load_shared(words + lane * 16), bottom = load_shared(words + 512 + lane * 16);
+  const u32 w[8] = {top.x, bottom.x, top.y, bottom.y, top.z, bottom.z, top.w, bottom.w};
+  float part[4] = {};
 #pragma unroll
-  for (int n = 0; n < N; n++) {
-    top[n] = load_shared(words + n * 1024 + lane * 16);
-    bottom[n] = load_shared(words + n * 1024 + 512 + lane * 16);
+  for (int j = 0; j < 4; j++) {  // slices of 32 channels
+    u32 a[8], b[4];
+    load_matrices(b, x + j * 64);
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      a[i] = fma2((j < 2 ? w[i] : w[i] >> 8) & (j % 2 ? 0x00F000F0u : 0x000F000Fu), j % 2 ? ODD : EVEN, MINUS_MIDDLE);
+    mma(part, a, b[0], b[1]);
+    mma(part, a + 4, b[2], b[3]);
   }
 #pragma unroll
-  for (int j = 0; j < 4; j++)  // slices of 32 channels
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      const u32 w[8] = {top[n].x, bottom[n].x, top[n].y, bottom[n].y, top[n].z, bottom[n].z, top[n].w, bottom[n].w};
-      u32 a[8], b[4];
-      load_matrices(b, x + n * 256 + j * 64);
-#pragma unroll
-      for (int i = 0; i < 8; i++)
-        a[i] = fma2((j < 2 ? w[i] : w[i] >> 8) & (j % 2 ? 0x00F000F0u : 0x000F000Fu), j % 2 ? ODD : EVEN, MINUS_MIDDLE);
-      mma(part[n], a, b[0], b[1]);
-      mma(part[n], a + 4, b[2], b[3]);
-    }
-#pragma unroll
-  for (int n = 0; n < N; n++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) acc[i] += part[n][i] * load_scale(scales + n * 32 + i / 2 * 16 + lane / 4 * 2);
+  for (int i = 0; i < 4; i++) acc[i] += part[i] * load_scale(scales + i / 2 * 16 + lane / 4 * 2);
 }
 
 // The stages of the ring as the multiplying warps take them.
@@ -214,14 +205,10 @@ struct Ring {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float acc[4] = {};
 #pragma unroll 1
-    for (int step = 2 * warp; step < steps + 2 * warp; step += STAGE_STEPS) {
-      const u32 words = at + stage * STAGE_BYTES + warp * 2048;
-      const u32 scales = at + stage * STAGE_BYTES + WORD_BYTES + warp * 64;
+    for (int step = warp; step < steps + warp; step += WARPS) {
+      const u32 words = at + stage * STAGE_BYTES;
       barrier_wait(full + 8 * stage, parity);
-      if (step + 1 < steps)
-        multiply<2>(words, scales, x, acc);
-      else if (step < steps)
-        multiply<1>(words, scales, x, acc);
+      if (step < steps) multiply(words + warp * 1024, words + WORD_BYTES + warp * 32, x, acc);
       x += x_step;
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + 8 * stage);
@@ -334,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   own.begin(norm, next_norm);
   const u32 xs = ring.at + X_AT + warp * X_WARP;
   const bool live = lane % 8 < M;
-  const u32 x_row = (live ? xs + lane % 8 * X_ROW : ring.at + ZERO_AT) + lane / 8 * 16, x_step = live ? 512 : 0;
+  const u32 x_row = (live ? xs + lane % 8 * X_ROW : ring.at + ZERO_AT) + lane / 8 * 16, x_step = live ? 256 : 0;
   float* factors = (float*)(smem + FACTORS_AT);
   wait_for_kernel_before();
   own.read(residual);

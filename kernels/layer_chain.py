@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
-from hf_paged.kernels.cuda_kernel import CudaKernel, TensorBox, TensorMaps, read_source
+from hf_paged.kernels.cuda_kernel import CudaKernel, TensorBox, TensorMaps, read_source, serves_processes
 from hf_paged.kernels.folded_linear import folded_linear_reference, folded_sum_reference
 from hf_paged.kernels.on_device import multiprocessors
 from hf_paged.kernels.packed_weight import PackedWeight
 from hf_paged.kernels.reference_fused import RMSNorm
+from hf_paged.kernels.turn import turn
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ STEP = 128  # channels of a scale; with 16 outputs 1 KiB of words
 GROUP = 16  # outputs that a program owns together
 _WARPS = (16, 20, 12)  # that multiply, of which one is chosen
 _SHARED_BYTES = 218 * 1024  # of 227 KiB: the small kernels that follow start beside a chain
-_LEAST_STAGES = 3
+_LEAST_STAGES = 5
 _MOST_BYTES = 200_000_000  # of packed words; larger layers were not timed
 _PROGRAMS = 132  # of an H200, where only sizes are asked for
 _SCALES = {torch.float16: 0, torch.bfloat16: 1}
@@ -50,10 +52,10 @@ class ChainShape:
 
     @property
     def warps(self) -> int:
-        """As many as leave the fewest steps of stages empty: each takes two of 128 channels."""
+        """As many as leave the fewest steps of stages empty: each takes 128 channels."""
         hidden, mlp = self.hidden, self.mlp
         products = ((hidden, self.attended), (2 * mlp, hidden), (hidden, mlp), (self.qkv, hidden))
-        return min(_WARPS, key=lambda warps: sum(n * warps * -(-k // (2 * warps * STEP)) for n, k in products))
+        return min(_WARPS, key=lambda warps: sum(n * warps * -(-k // (warps * STEP)) for n, k in products))
 
     @property
     def stages(self) -> int:
@@ -70,13 +72,13 @@ class ChainShape:
 
     @property
     def _stage_bytes(self) -> int:
-        return 2 * self.warps * (1024 + 2 * GROUP) + 16  # words, scales, barriers
+        return self.warps * (1024 + 2 * GROUP) + 16  # words, scales, barriers
 
     @property
     def _beside_bytes(self) -> int:
         """Of shared memory beside the ring: rows of a product, parts of the sums of two, factors, padding."""
-        stages = -(-max(self.attended, self.hidden, self.mlp) // (2 * self.warps * STEP))
-        x = self.rows * (stages * 4 * STEP + 16 * (self.rows > 1))
+        stages = -(-max(self.attended, self.hidden, self.mlp) // (self.warps * STEP))
+        x = self.rows * (stages * 2 * STEP + 16 * (self.rows > 1))
         groups = self._groups(self.hidden) + max(2 * self._groups(self.mlp), self._groups(self.qkv))
         return self.warps * (-(-x // 128) * 128 + groups * GROUP * self.rows * 4) + 832
 
@@ -133,8 +135,8 @@ class LayerChain:
     def maps(self) -> TensorMaps:
         """Of words and scales, on a GPU."""
         warps = self.shape(1, _PROGRAMS).warps
-        words = [_words(weight, 2 * warps) for weight in self.weights]
-        return TensorMaps([*words, *(_scales(weight, 2 * warps) for weight in self.weights)])
+        words = [_words(weight, warps) for weight in self.weights]
+        return TensorMaps([*words, *(_scales(weight, warps) for weight in self.weights)])
 
     def exchange_words(self, rows: int) -> int:
         """int32 of a row of `new_exchange`, at least."""
@@ -201,8 +203,8 @@ def new_exchange(chain: LayerChain, rows: int, chains: int) -> Tensor:
 def layer_chain(attended: Tensor, residual: Tensor, chain: LayerChain, exchange: Tensor) -> tuple[Tensor, Tensor]:
     """Attention's output `[M, K]` and the residual `[M, hidden]`, bf16 -> hidden states `[M, hidden]`, QKV `[M, N]`.
 
-    M at most `MAX_CHAIN_ROWS`. `exchange`: a row of `new_exchange`. RuntimeError where the GPU has no place for one
-    program on every multiprocessor: they wait for each other, so all run at the same time (a cooperative launch).
+    M at most `MAX_CHAIN_ROWS`. `exchange`: a row of `new_exchange`. The programs wait for each other, so all must
+    find places at the same time: a graph with a chain in it is replayed in a `turn`.
     """
     m, device = residual.shape[0], residual.device.index or 0
     shape = chain.shape(m, multiprocessors(residual.device))
@@ -224,9 +226,9 @@ def layer_chain(attended: Tensor, residual: Tensor, chain: LayerChain, exchange:
     with torch.cuda.device(device):
         # weights are read before the kernel before has ended; in a captured graph none of them is written
         overlap = torch.cuda.is_current_stream_capturing()
-        _kernel(shape, device).launch(
-            shape.programs, 32 * shape.warps + 32, arguments, overlap=overlap, cooperative=True
-        )
+        kernel, threads = _kernel(shape, device), 32 * shape.warps + 32
+        with nullcontext() if overlap else turn(residual.device):
+            kernel.launch(shape.programs, threads, arguments, overlap=overlap, cooperative=serves_processes(device))
     return hidden, qkv
 
 

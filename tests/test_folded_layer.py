@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -237,3 +238,25 @@ def test_captured_chains_of_two_engines_tell_what_the_model_does_on_the_gpu(
     monkeypatch.setattr(folded_layer, "layer_chain", lambda *args: calls.append(1) or kernel(*args))
     assert_engines_chain(packed_model(device, mlp=768), tokens=100)
     assert len(calls) == 2 * 2 * 2 and torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+def test_two_engines_decode_at_once_in_two_threads_on_two_streams() -> None:
+    """Their chains each need every multiprocessor, so they take turns."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("layers fold on Hopper only")
+    model = packed_model("cuda", mlp=768)
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    engines = [LLM(model, num_blocks=20, block_size=16, max_model_len=128, max_num_seqs=1) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in engines]
+
+    def generate(side: int) -> list[list[int]]:
+        with torch.cuda.stream(streams[side]):
+            return [
+                engines[side].generate([[3, 4, 5 + side]], params, use_tqdm=False)[0].outputs[0].token_ids
+                for _ in range(5)
+            ]
+
+    expected = [generate(side) for side in range(2)]  # captured here: no other thread may use the GPU meanwhile
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(generate, range(2))) == expected

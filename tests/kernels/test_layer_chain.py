@@ -24,6 +24,7 @@ from hf_paged.kernels.layer_chain import (
 )
 from hf_paged.kernels.packed_weight import packed_linear_reference
 from hf_paged.kernels.reference_fused import gated_activation, rms_norm
+from hf_paged.kernels.turn import turn
 
 SHAPES = {  # channels of attention, hidden, of the MLP, outputs of QKV
     "llama-3-8b": (4096, 4096, 14336, 6144),
@@ -155,3 +156,25 @@ def test_captured_chains_give_the_same_bits_for_every_input_however_often_they_a
             graph.replay()
         for got, expected in zip(captured, two_layers(), strict=True):
             assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_chains_on_two_streams_take_turns() -> None:
+    """Side by side each would find some of the multiprocessors, and wait for the rest until it traps."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for Hopper")
+    chain, device = random_chain("llama-3-8b", "cuda"), torch.device("cuda")
+    x, residual = rows(1, 4096, "cuda"), rows(1, 4096, "cuda")
+    expected = layer_chain(x, residual, chain, new_exchange(chain, 1, 1)[0])
+    sides = [(torch.cuda.Stream(), torch.cuda.CUDAGraph()) for _ in range(2)]
+    results = []
+    for stream, graph in sides:
+        with torch.cuda.graph(graph, stream=stream):
+            results.append([layer_chain(x, residual, chain, exchange) for exchange in new_exchange(chain, 1, 20)])
+    for _ in range(100):
+        for stream, graph in sides:
+            with torch.cuda.stream(stream), turn(device):
+                graph.replay()
+    torch.cuda.synchronize()
+    for total, projected in (result for side in results for result in side):
+        assert torch.equal(total, expected[0]) and torch.equal(projected, expected[1])
