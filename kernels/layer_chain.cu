@@ -16,6 +16,7 @@
 //   STAGES                  of the ring
 //   SCALE                   0 fp16, 1 bf16
 //   EPS, OFFSET, NEXT_EPS, NEXT_OFFSET   of the norms
+//   ORDERED                 products may read their channels in an order (act-order)
 
 constexpr int MULTIPLIERS = 32 * WARPS, THREADS = MULTIPLIERS + 32;
 constexpr int WORD_BYTES = WARPS * 1024, STAGE_BYTES = WORD_BYTES + WARPS * 32;
@@ -31,7 +32,8 @@ constexpr int HIDDEN_GROUPS = share(HID / 16), OTHER_GROUPS = most(2 * share(INT
 constexpr int OWN = (HIDDEN_GROUPS * 16 * M + MULTIPLIERS - 1) / MULTIPLIERS;  // hidden values of a thread
 constexpr int GROUP_PARTS = WARPS * 16 * M;
 constexpr int X_AT = (STAGES * STAGE_BYTES + 127) / 128 * 128;
-constexpr int ZERO_AT = X_AT + WARPS * X_WARP + 64;  // instead of tokens beyond M, in other banks than token 0
+constexpr int AS_THEY_COME_AT = X_AT + WARPS * X_WARP;  // rows that are put in an order
+constexpr int ZERO_AT = AS_THEY_COME_AT + (ORDERED ? M * MOST_STEPS * 256 : 0) + 64;  // instead of tokens beyond M, in other banks than token 0
 constexpr int PARTS_AT = ZERO_AT + 576;
 constexpr int FACTORS_AT = PARTS_AT + (OTHER_GROUPS + HIDDEN_GROUPS) * GROUP_PARTS * 4;
 constexpr int BAR_AT = FACTORS_AT + 64;
@@ -105,11 +107,31 @@ __device__ __forceinline__ uint4 once_there(uint4 v, const void* p) {
   return v;
 }
 
-// A warp's share of rows `[M][K]`: of each stage its step. `there`: the kernel before wrote them.
-__device__ __forceinline__ void load_rows(const u16* rows, int q, bool there, u32 to) {
+__device__ __forceinline__ void store_shared(u32 at, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Two channels of a row in shared memory, which `places` has the numbers of.
+__device__ __forceinline__ u32 two_of(u32 row, u32 places) {
+  u16 first, second;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(first) : "r"(row + places % 65536 * 2) : "memory");
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(second) : "r"(row + places / 65536 * 2) : "memory");
+  return first | (u32)second << 16;
+}
+
+// A warp's share of rows `[M][K]`: of each stage its step. `there`: the kernel before wrote them. Rows in an `order` come
+// to `as_they_come` as a whole first.
+__device__ __forceinline__ void load_rows(const u16* rows, int q, bool there, u32 to, const u16* order,
+                                          u32 as_they_come) {
   constexpr int BATCH = (WARP_STEPS + 1) / 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const bool in_order = ORDERED && order != nullptr;
+  uint4 places[ORDERED ? BATCH : 1];
   __syncwarp();
+#pragma unroll
+  for (int i = 0; i < (ORDERED ? BATCH : 0); i++) {
+    const int step = (2 * i + lane / 16) * WARPS + warp;
+    if (in_order && step < steps_of(q)) places[i] = *(const uint4*)(order + step * 128 + lane % 16 * 8);
+  }
 #pragma unroll
   for (int m = 0; m < M; m++) {
     const u16* from[BATCH];
@@ -125,9 +147,20 @@ __device__ __forceinline__ void load_rows(const u16* rows, int q, bool there, u3
     for (int i = 0; i < BATCH; i++)
       if (from[i] != nullptr) {
         if (!there) v[i] = once_there(v[i], from[i]);
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + m * X_ROW + (lane + 32 * i) * 16),
-                     "r"(v[i].x), "r"(v[i].y), "r"(v[i].z), "r"(v[i].w) : "memory");
+        store_shared(in_order ? as_they_come + (u32)(from[i] - rows) * 2 : to + m * X_ROW + (lane + 32 * i) * 16, v[i]);
       }
+  }
+  if (in_order) {
+    sync_threads(MULTIPLIERS);
+#pragma unroll
+    for (int i = 0; i < (ORDERED ? BATCH * M : 0); i++) {
+      const int pair = i % BATCH, m = i / BATCH;
+      const u32 row = as_they_come + m * channels_of(q) * 2;
+      const uint4 p = places[pair];
+      if ((2 * pair + lane / 16) * WARPS + warp < steps_of(q))
+        store_shared(to + m * X_ROW + (lane + 32 * pair) * 16,
+                     make_uint4(two_of(row, p.x), two_of(row, p.y), two_of(row, p.z), two_of(row, p.w)));
+    }
   }
   __syncwarp();
 }
@@ -301,7 +334,8 @@ __device__ __forceinline__ void end_normed(const float* parts, const float* fact
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     layer_chain(const u16* x, const u16* residual, const __grid_constant__ Maps maps, const u16* norm,
-                const u16* next_norm, const u16* bias, u32* exchange, u32* hidden, u32* out) {
+                const u16* next_norm, const u16* bias, const u16* output_order, const u16* gate_up_order,
+                const u16* down_order, const u16* next_order, u32* exchange, u32* hidden, u32* out) {
   extern __shared__ __align__(1024) char smem[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Ring ring{shared_address(smem), shared_address(smem) + BAR_AT, shared_address(smem) + BAR_AT + 8 * STAGES, 0, 0};
@@ -330,7 +364,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const bool normed = q == GATE_UP || q == NEXT_QKV;
     float* parts = (float*)(smem + PARTS_AT) + (normed ? 0 : OTHER_GROUPS * GROUP_PARTS);
     const u32* rows = exchange + (q == GATE_UP ? ROWS_AT : q == DOWN ? GATED_AT : NEXT_ROWS_AT);
-    load_rows(q == OUTPUT ? x : (const u16*)rows, q, q == OUTPUT, xs);
+    const u16* order = !ORDERED ? nullptr : q == OUTPUT ? output_order : q == GATE_UP ? gate_up_order : q == DOWN ? down_order : next_order;
+    load_rows(q == OUTPUT ? x : (const u16*)rows, q, q == OUTPUT, xs, order, ring.at + AS_THEY_COME_AT);
     Factor factor;
     const int token = WARPS - 1 - warp;  // whose factor this warp makes
     if (normed && token < M) factor.ask(exchange + (q == GATE_UP ? SQUARES_AT : NEXT_SQUARES_AT) + token * (HID / 16));

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -47,6 +47,7 @@ class ChainShape:
     mlp: int
     qkv: int  # outputs
     norms: tuple[tuple[float, float], tuple[float, float]]  # eps and offset of both
+    ordered: bool  # some of the products read their channels in an order
     scales: torch.dtype
     programs: int
 
@@ -76,11 +77,14 @@ class ChainShape:
 
     @property
     def _beside_bytes(self) -> int:
-        """Of shared memory beside the ring: rows of a product, parts of the sums of two, factors, padding."""
-        stages = -(-max(self.attended, self.hidden, self.mlp) // (self.warps * STEP))
+        """Of shared memory beside the ring: rows of a product, also as they come before they are put in an order, parts
+        of the sums of two, factors, padding."""
+        most = max(self.attended, self.hidden, self.mlp)
+        stages = -(-most // (self.warps * STEP))
         x = self.rows * (stages * 2 * STEP + 16 * (self.rows > 1))
         groups = self._groups(self.hidden) + max(2 * self._groups(self.mlp), self._groups(self.qkv))
-        return self.warps * (-(-x // 128) * 128 + groups * GROUP * self.rows * 4) + 832
+        unordered = self.rows * most * 2 if self.ordered else 0
+        return self.warps * (-(-x // 128) * 128 + groups * GROUP * self.rows * 4) + unordered + 832
 
     def _groups(self, outputs: int) -> int:
         return -(-outputs // GROUP // self.programs)
@@ -103,6 +107,7 @@ class ChainShape:
             "OFFSET": f"{offset:e}f",
             "NEXT_EPS": f"{next_eps:e}f",
             "NEXT_OFFSET": f"{next_offset:e}f",
+            "ORDERED": int(self.ordered),
         }
 
 
@@ -113,20 +118,26 @@ class LayerChain:
     weights: Sequence[PackedWeight]  # output, gate-up, down, QKV of the next layer
     bias: Tensor | None  # of QKV
     norms: tuple[RMSNorm, RMSNorm]
+    orders: Sequence[Tensor | None]  # [K] 16 bits of each product: its channel i is channel orders[i] of what it reads
 
     @classmethod
     def of(
-        cls, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None], norms: tuple[RMSNorm, RMSNorm]
+        cls,
+        weights: Sequence[PackedWeight],
+        biases: Sequence[Tensor | None],
+        norms: tuple[RMSNorm, RMSNorm],
     ) -> LayerChain | None:
         """None where something does not suit, or the compiler refuses. Weights as `can_fold` takes them."""
         scales = weights[0].scales.dtype
-        if any(norm.order is not None for norm in norms) or not all(_suits(weight, scales) for weight in weights):
+        if not all(_suits(weight, scales) for weight in weights):
             return None
         if any(bias is not None for bias in biases[:3]):
             return None
         if sum(weight.packed.nbytes for weight in weights) > _MOST_BYTES:
             return None
-        chain, device = cls(weights=weights, bias=biases[3], norms=norms), weights[0].packed.device
+        orders = [None if weight.perm is None else weight.perm.to(torch.int16) for weight in weights]
+        chain = cls(weights=weights, bias=biases[3], norms=norms, orders=orders)
+        device = weights[0].packed.device
         shape = chain.shape(MAX_CHAIN_ROWS, multiprocessors(device) if device.type == "cuda" else _PROGRAMS)
         fits = shape.stages >= _LEAST_STAGES  # few multiprocessors have many outputs each, and no room for weights
         return chain if fits and (device.type != "cuda" or _compiles(shape, device.index)) else None
@@ -152,6 +163,7 @@ class LayerChain:
             mlp=down.in_features,
             qkv=qkv.out_features,
             norms=(eps[0], eps[1]),
+            ordered=any(order is not None for order in self.orders),
             scales=output.scales.dtype,
             programs=programs,
         )
@@ -161,9 +173,9 @@ def _suits(weight: PackedWeight, scales: torch.dtype) -> bool:
     return (
         weight.field_bits == weight.code_bits == 4
         and weight.zeros is None
-        and weight.perm is None
         and weight.group_size == STEP
         and weight.in_features % STEP == 0
+        and weight.in_features <= 1 << 16
         and weight.out_features % GROUP == 0
         and weight.scales.dtype == scales
         and scales in _SCALES
@@ -185,10 +197,13 @@ def _scales(weight: PackedWeight, box_steps: int) -> TensorBox:
 def layer_chain_reference(attended: Tensor, residual: Tensor, chain: LayerChain) -> tuple[Tensor, Tensor]:
     """The definition of `layer_chain`."""
     output, gate_up, down, qkv = chain.weights
-    hidden, normed = folded_sum_reference(attended, output, None, residual, chain.norms[0])
+    norm, next_norm = (
+        replace(norm, order=weight.perm) for norm, weight in zip(chain.norms, (gate_up, qkv), strict=True)
+    )
+    hidden, normed = folded_sum_reference(attended, output, None, residual, norm)
     assert normed is not None
     gated = folded_linear_reference(normed, gate_up, None, gated=True)
-    hidden, normed = folded_sum_reference(gated, down, None, hidden, chain.norms[1])
+    hidden, normed = folded_sum_reference(gated, down, None, hidden, next_norm)
     assert normed is not None
     return hidden, folded_linear_reference(normed, qkv, chain.bias)
 
@@ -219,6 +234,7 @@ def layer_chain(attended: Tensor, residual: Tensor, chain: LayerChain, exchange:
         norm.weight,
         next_norm.weight,
         None if chain.bias is None else chain.bias.to(residual.dtype),
+        *chain.orders,
         exchange,
         hidden,
         qkv,

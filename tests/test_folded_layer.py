@@ -92,11 +92,12 @@ def test_a_step_of_few_tokens_folds_every_layer_and_gives_the_same_logits(
     assert definitions.calls == 0
 
 
+@pytest.mark.parametrize("act_order", [False, True])
 def test_a_step_of_one_token_chains_each_layer_with_the_next_and_gives_the_same_logits(
-    definitions: Definitions, monkeypatch: pytest.MonkeyPatch
+    act_order: bool, definitions: Definitions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first layer's QKV and the last layer's products are left."""
-    view, _ = fused_view(packed_model("cpu", mlp=768))
+    view, _ = fused_view(packed_model("cpu", act_order=act_order, mlp=768))
     chained = step_logits(view, tokens=1)
     assert len(definitions.exchanges) == 2 and definitions.calls == 1 + (CALLS_OF_A_LAYER - 1)
     first, second = definitions.exchanges
@@ -178,10 +179,13 @@ def test_folded_layers_give_the_logits_of_fused_ones_on_the_gpu(
 
 
 @pytest.mark.gpu
-def test_chained_layers_give_the_logits_of_fused_ones_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("act_order", [False, True])
+def test_chained_layers_give_the_logits_of_fused_ones_on_the_gpu(
+    act_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("layers fold on Hopper only")
-    view, _ = fused_view(packed_model("cuda", mlp=768))
+    view, _ = fused_view(packed_model("cuda", act_order=act_order, mlp=768))
     calls = []
     kernel = folded_layer.layer_chain
     monkeypatch.setattr(folded_layer, "layer_chain", lambda *args: calls.append(1) or kernel(*args))

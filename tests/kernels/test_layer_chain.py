@@ -33,21 +33,27 @@ SHAPES = {  # channels of attention, hidden, of the MLP, outputs of QKV
 }
 
 
-def random_chain(shape: str, device: str = "cpu") -> LayerChain:
+def random_chain(shape: str, device: str = "cpu", orders: int = 0) -> LayerChain:
+    """`orders`: bits, which of the products read their channels in an order."""
     attended, hidden, mlp, qkv = SHAPES[shape]
     weights = [
         random_weight(n, k, device=device)
         for n, k in ((hidden, attended), (2 * mlp, hidden), (hidden, mlp), (qkv, hidden))
     ]
     bias = rows(1, qkv, device)[0]
+    for i, weight in enumerate(weights):
+        if orders >> i & 1:
+            order = torch.randperm(weight.in_features, device=device).to(torch.int32)
+            weights[i] = replace(weight, perm=order)
     norms = random_norm(hidden, device), random_norm(hidden, device, 1.0)
     chain = LayerChain.of(weights, (None, None, None, bias), norms)
     assert chain is not None
     return chain
 
 
-def test_the_definition_is_what_the_layer_computes_kernel_by_kernel() -> None:
-    chain, x, residual = random_chain("small"), rows(2, 768), rows(2, 640) * 4
+@pytest.mark.parametrize("orders", [0b0000, 0b1111])
+def test_the_definition_is_what_the_layer_computes_kernel_by_kernel(orders: int) -> None:
+    chain, x, residual = random_chain("small", orders=orders), rows(2, 768), rows(2, 640) * 4
     output, gate_up, down, qkv = chain.weights
     hidden = residual + packed_linear_reference(x, output, None)
     gate, up = packed_linear_reference(rms_norm(hidden, chain.norms[0]), gate_up, None).chunk(2, -1)
@@ -61,15 +67,13 @@ def test_weights_that_the_kernel_does_not_know_make_no_chain() -> None:
     chain = random_chain("small")
     biases = (None, None, None, chain.bias)
     for part in range(4):
-        for other in ("zeros", "group", "order", "scales"):
+        for other in ("zeros", "group", "scales"):
             weights = list(chain.weights)
             n, k = weights[part].out_features, weights[part].in_features
             if other == "zeros":
                 weights[part] = random_weight(n, k, zeros=True)
             elif other == "group":
                 weights[part] = random_weight(n, k, group=64)
-            elif other == "order":
-                weights[part] = replace(weights[part], perm=torch.arange(k, dtype=torch.int32))
             else:
                 weights[part] = replace(weights[part], scales=weights[part].scales.float())
             assert LayerChain.of(weights, biases, chain.norms) is None, (part, other)
@@ -93,27 +97,29 @@ def test_few_multiprocessors_or_a_compiler_that_refuses_make_no_chain(
     assert "NVRTC refused" in caplog.text
 
 
+@pytest.mark.parametrize("orders", [0b0000, 0b1111])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_kernel_compiles_and_leaves_room_beside_it(shape: str) -> None:
+def test_the_kernel_compiles_and_leaves_room_beside_it(shape: str, orders: int) -> None:
     """Here, without a GPU."""
     try:
         nvrtc()
     except RuntimeError as error:
         pytest.skip(str(error))
     for m in range(1, MAX_CHAIN_ROWS + 1):
-        made = random_chain(shape).shape(m, 132)
+        made = random_chain(shape, orders=orders).shape(m, 132)
         assert made.shared_bytes <= 220 * 1024 and made.stages >= 4
         assert compile_cubin(source(made), "layer_chain", "sm_90a")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", range(1, MAX_CHAIN_ROWS + 1))
+@pytest.mark.parametrize("orders", [0b0000, 0b0001, 0b0010, 0b0100, 0b1000, 0b1111])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_chain_equals_its_definition_again_and_again(shape: str, m: int) -> None:
+def test_a_chain_equals_its_definition_again_and_again(shape: str, orders: int, m: int) -> None:
     """Nothing depends on which program is first, and a number that is none gets through."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for Hopper")
-    chain = random_chain(shape, "cuda")
+    chain = random_chain(shape, "cuda", orders)
     x, residual = rows(m, SHAPES[shape][0], "cuda"), rows(m, SHAPES[shape][1], "cuda") * 4
     total, projected = layer_chain_reference(x, residual, chain)
     exchange = new_exchange(chain, m, 20)
@@ -129,14 +135,17 @@ def test_a_chain_equals_its_definition_again_and_again(shape: str, m: int) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("orders", [0b0000, 0b1111])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_captured_chains_give_the_same_bits_for_every_input_however_often_they_are_replayed(shape: str) -> None:
+def test_captured_chains_give_the_same_bits_for_every_input_however_often_they_are_replayed(
+    shape: str, orders: int
+) -> None:
     """There a chain begins before the kernel ahead of it has ended: what it read too early would be of another replay,
     and so would what it found in an exchange that was not filled again.
     """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for Hopper")
-    chain, attended = random_chain(shape, "cuda"), SHAPES[shape][0]
+    chain, attended = random_chain(shape, "cuda", orders), SHAPES[shape][0]
     x, residual = rows(1, attended, "cuda"), rows(1, SHAPES[shape][1], "cuda")
 
     def two_layers() -> tuple[Tensor, Tensor]:
