@@ -6,13 +6,13 @@ one kernel (`kernels/layer_chain.py`), and a step has four kernels a layer inste
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from hf_paged.fused_modules import FusedAttention, FusedMLP, Projected, RotaryContext
 from hf_paged.kernels.folded_linear import OpenNorm, can_fold, folded_linear, folded_sum
+from hf_paged.kernels.fused_ops import interleave
 from hf_paged.kernels.layer_chain import LayerChain, layer_chain, new_exchange
 from hf_paged.kernels.packed_weight import PackedWeight
 from hf_paged.kernels.reference_fused import RMSNorm
@@ -92,12 +92,12 @@ class FoldedLayer:
             total, qkv = layer_chain(attended, hidden[0], chain, _exchange(context, chain, hidden.shape[1]))
             context.carried = (total.unsqueeze(0), Projected(qkv=qkv))
             return context.carried[0]
-        total, open_norm = folded_sum(attended, *self._output.operands, hidden[0], self._mlp_norm)
+        places = self._attention.output_places
+        interleaved = attended if places is None else interleave(attended, places)
+        total, open_norm = folded_sum(interleaved, *self._output.operands, hidden[0], self._mlp_norm)
         assert open_norm is not None
         gated = folded_linear(open_norm, *self._gate_up.operands, gated=True, places=self._down_places)
-        down, bias, locks = self._down.operands
-        down = down if self._down_places is None else replace(down, perm=None)
-        total, open_norm = folded_sum(gated, down, bias, locks, total, self._next_norm)
+        total, open_norm = folded_sum(gated, *self._down.operands, total, self._next_norm)
         result = total.unsqueeze(0)
         if open_norm is not None:
             context.carried = (result, open_norm)

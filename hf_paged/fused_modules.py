@@ -149,6 +149,7 @@ class FusedAttention:
     softcap: float | None
     sinks: Tensor | None
     output: nn.Module
+    output_places: Tensor | None = None  # of the channels that `output` reads in another order, if it does
     is_last: bool = False  # of the layers, see `FusedLayer`
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

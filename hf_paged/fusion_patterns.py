@@ -198,6 +198,7 @@ def recognise_attention(
         projections = SplitLinear(inputs[0].module, [inputs[0].output.shape[-1]])
     else:
         projections = SplitLinear(inputs[0].module, [x[0].numel() for x in (query, key, value)])
+    order = input_order([last.module])
     fused = FusedAttention(
         own=own_forward(call.module),
         layer_idx=asked.layer_idx,
@@ -213,6 +214,7 @@ def recognise_attention(
         softcap=asked.softcap,
         sinks=asked.sinks,
         output=last.module,
+        output_places=None if order is None else inverse(order),
     )
     return fused, reason
 

@@ -10,10 +10,12 @@ hidden state times the weight; the norm itself never is.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
+from hf_paged.kernels.interleaved_rows import InterleavedRows
 from hf_paged.kernels.on_device import multiprocessors
 from hf_paged.kernels.packed_weight import PackedWeight, packed_linear_reference
 from hf_paged.kernels.reference_fused import RMSNorm
@@ -26,7 +28,9 @@ _RUN = 16  # channels whose squares are summed
 class OpenNorm:
     """An RMSNorm whose factor is left to the product that reads it: norm(h) = rows / sqrt(mean(h^2) + eps)."""
 
-    rows: Tensor  # [M, K] bf16, h times the norm's weight, channels in the norm's order
+    rows: (
+        Tensor | InterleavedRows
+    )  # [M, K] bf16, h times the norm's weight; the latter in the order of a norm that has one
     squares: Tensor  # [M, K / 16] fp32, sums of h^2
     eps: float
 
@@ -39,10 +43,18 @@ class OpenNorm:
 def open_norm_reference(hidden: Tensor, norm: RMSNorm) -> OpenNorm:
     """The definition of what a product leaves of `hidden` `[M, N]` for the next one."""
     rows = (hidden.float() * (norm.weight.float() + norm.offset)).to(hidden.dtype)
-    rows = rows if norm.order is None else rows.index_select(-1, norm.order)
-    return OpenNorm(rows=rows, squares=hidden.float().square().unflatten(1, (-1, _RUN)).sum(-1), eps=norm.eps)
+    ordered = rows if norm.order is None else InterleavedRows.of(rows.index_select(-1, norm.order))
+    return OpenNorm(rows=ordered, squares=hidden.float().square().unflatten(1, (-1, _RUN)).sum(-1), eps=norm.eps)
 
 
+@overload
+def folded_linear_reference(
+    x: Tensor | OpenNorm, weight: PackedWeight, bias: Tensor | None, *, gated: Literal[False] = False
+) -> Tensor: ...
+@overload
+def folded_linear_reference(
+    x: Tensor | OpenNorm, weight: PackedWeight, bias: Tensor | None, *, gated: bool, places: Tensor | None = None
+) -> Tensor | InterleavedRows: ...
 def folded_linear_reference(
     x: Tensor | OpenNorm,
     weight: PackedWeight,
@@ -50,9 +62,9 @@ def folded_linear_reference(
     *,
     gated: bool = False,
     places: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | InterleavedRows:
     """The definition of `folded_linear`."""
-    rows = x.rows if isinstance(x, OpenNorm) else x
+    rows = _plain(x.rows if isinstance(x, OpenNorm) else x)
     out = packed_linear_reference(rows.float(), replace(weight, perm=None), None)
     out = out * x.factors if isinstance(x, OpenNorm) else out
     out = (out if bias is None else out + bias.float()).to(rows.dtype)
@@ -60,15 +72,20 @@ def folded_linear_reference(
         return out
     gate, up = out.chunk(2, -1)
     out = torch.nn.functional.silu(gate.float()).to(rows.dtype) * up
-    return out if places is None else torch.empty_like(out).index_copy_(1, places.long(), out)
+    return out if places is None else InterleavedRows.of(out, places)
 
 
 def folded_sum_reference(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor, norm: RMSNorm | None
+    x: Tensor | InterleavedRows, weight: PackedWeight, bias: Tensor | None, residual: Tensor, norm: RMSNorm | None
 ) -> tuple[Tensor, OpenNorm | None]:
     """The definition of `folded_sum`."""
-    hidden = residual + packed_linear_reference(x, weight, bias)
+    weight = replace(weight, perm=None) if isinstance(x, InterleavedRows) else weight
+    hidden = residual + packed_linear_reference(_plain(x), weight, bias)
     return hidden, None if norm is None else open_norm_reference(hidden, norm)
+
+
+def _plain(x: Tensor | InterleavedRows) -> Tensor:
+    return x.rows if isinstance(x, InterleavedRows) else x
 
 
 def can_fold(x: Tensor, weight: PackedWeight) -> bool:
@@ -80,6 +97,20 @@ def can_fold(x: Tensor, weight: PackedWeight) -> bool:
     return weight.in_features % 64 == 0 and fits_hopper(x, weight)
 
 
+@overload
+def folded_linear(
+    x: Tensor | OpenNorm, weight: PackedWeight, bias: Tensor | None, locks: Tensor, *, gated: Literal[False] = False
+) -> Tensor: ...
+@overload
+def folded_linear(
+    x: Tensor | OpenNorm,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    locks: Tensor,
+    *,
+    gated: bool,
+    places: Tensor | None = None,
+) -> Tensor | InterleavedRows: ...
 def folded_linear(
     x: Tensor | OpenNorm,
     weight: PackedWeight,
@@ -88,11 +119,11 @@ def folded_linear(
     *,
     gated: bool = False,
     places: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | InterleavedRows:
     """`[M, K]` -> `[M, N]`, or with `gated` (no bias, halves of whole 64s) silu of the first half times the second.
 
-    Channels of `x` lie in the weight's order; with `gated` channel i of the result comes to `places[i]`. `locks` as
-    for `packed_linear`.
+    Channels of `x` lie in the weight's order. With `places` the gated result is interleaved, channel i at `places[i]`.
+    `locks` as for `packed_linear`.
     """
     from hf_paged.kernels.w4a16_hopper import Beside, Ends, w4a16_hopper
     from hf_paged.kernels.w4a16_hopper_tiles import choose_hopper_tiles
@@ -101,35 +132,46 @@ def folded_linear(
     rows, squares, eps = (x.rows, x.squares, x.eps) if isinstance(x, OpenNorm) else (x, None, 0.0)
     ends = Ends(normed=squares is not None, eps=eps, gated=gated, ordered=places is not None)
     weight = replace(weight, perm=None)
-    shape = (rows.shape[0], weight.out_features, weight.in_features, multiprocessors(rows.device))
+    shape = (rows.shape[0], weight.out_features, weight.in_features, multiprocessors(locks.device))
     tiles = choose_hopper_tiles(*shape, gated=gated)
     beside = Beside(squares=squares, places=places)
-    return w4a16_hopper(rows.contiguous(), weight, bias, locks, tiles, ends, beside)
+    out = w4a16_hopper(_contiguous(rows), weight, bias, locks, tiles, ends, beside)
+    return out if places is None else InterleavedRows(data=out, tokens=rows.shape[0])
 
 
 def folded_sum(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, residual: Tensor, norm: RMSNorm | None
+    x: Tensor | InterleavedRows,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    locks: Tensor,
+    residual: Tensor,
+    norm: RMSNorm | None,
 ) -> tuple[Tensor, OpenNorm | None]:
-    """(s, norm(s)) with s = residual + linear(x): `[M, K]` and `[M, N]` -> `[M, N]` and its norm, if there is one."""
+    """(s, norm(s)) with s = residual + linear(x): `[M, K]` and `[M, N]` -> `[M, N]` and its norm, if there is one.
+
+    Channels of interleaved rows lie in the weight's order, of others as they come.
+    """
     from hf_paged.kernels.w4a16_hopper import Beside, Ends, w4a16_hopper
     from hf_paged.kernels.w4a16_hopper_tiles import choose_hopper_tiles
 
     m, n = residual.shape
-    x, residual = x.contiguous(), residual.contiguous()
-    tiles = choose_hopper_tiles(m, n, weight.in_features, multiprocessors(x.device))
+    x, residual = _contiguous(x), residual.contiguous()
+    tiles = choose_hopper_tiles(m, n, weight.in_features, multiprocessors(residual.device))
     if norm is None:
         return w4a16_hopper(x, weight, bias, locks, tiles, Ends(adds=1), Beside(residual=residual)), None
-    open_norm = OpenNorm(
-        rows=torch.empty_like(residual),
-        squares=torch.empty((m, n // _RUN), dtype=torch.float32, device=x.device),
-        eps=norm.eps,
-    )
+    rows = torch.empty_like(residual) if norm.places is None else InterleavedRows.empty(m, n, like=residual)
+    squares = torch.empty((m, n // _RUN), dtype=torch.float32, device=residual.device)
     beside = Beside(
         residual=residual,
         norm=norm.weight,
-        rows=open_norm.rows,
-        new_squares=open_norm.squares,
+        rows=rows.data if isinstance(rows, InterleavedRows) else rows,
+        new_squares=squares,
         places=norm.places,
     )
     ends = Ends(adds=2, offset=norm.offset, ordered=norm.places is not None)
-    return w4a16_hopper(x, weight, bias, locks, tiles, ends, beside), open_norm
+    total = w4a16_hopper(x, weight, bias, locks, tiles, ends, beside)
+    return total, OpenNorm(rows=rows, squares=squares, eps=norm.eps)
+
+
+def _contiguous(x: Tensor | InterleavedRows) -> Tensor | InterleavedRows:
+    return x.contiguous() if isinstance(x, Tensor) else x

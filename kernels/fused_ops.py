@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_paged.kernels import cpu_linear, reference_fused, sample_reference
 from hf_paged.kernels.cpu_launch import on_cpu
+from hf_paged.kernels.interleaved_rows import InterleavedRows
 from hf_paged.kernels.kv_transform import KVTransform
 from hf_paged.kernels.layout import LayerKV, RecentRows
 from hf_paged.kernels.reference_fused import RMSNorm, Rope
@@ -70,6 +71,15 @@ def add_rms_norm(
     from hf_paged.kernels.rms_norm import add_rms_norm as launch
 
     return launch(delta, residual, norm, post)
+
+
+def interleave(x: Tensor, places: Tensor) -> InterleavedRows:
+    """`x` `[M, K]` with channel i at `places[i]` (`[K]` int32), for a folded product that reads them so."""
+    if not x.is_cuda:
+        return InterleavedRows.of(x, places)
+    from hf_paged.kernels.interleave import interleave as launch
+
+    return launch(x.contiguous(), places)
 
 
 def gated_activation(gate: Tensor, up: Tensor, kind: str, order: Tensor | None = None) -> Tensor:

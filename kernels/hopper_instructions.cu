@@ -33,6 +33,11 @@ __device__ __forceinline__ void load_matrices(u32 (&b)[4], u32 row_at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(row_at));
 }
+// The same of matrices whose columns lie one after the other.
+__device__ __forceinline__ void load_transposed(u32 (&b)[4], u32 column_at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(column_at));
+}
 
 #if HALF
 #define T2 "f16x2"

@@ -16,7 +16,8 @@
 //   CLUSTER         programs of a tile that add through each other's shared memory; 1: through global memory
 //   RESIDENT        programs of a multiprocessor
 //   BURST, BUFFERS, WGMMA, REGISTERS, PRODUCE_REGISTERS   of w4a16_hopper_many.cu; BURST is 0 for w4a16_hopper_few.cu
-//   NORMED, EPS, GATED, ADDS, OFFSET                      of w4a16_hopper_ends.cu; 0 for w4a16_hopper_many.cu
+//   NORMED, EPS, GATED, ADDS, OFFSET, ORDERED             of w4a16_hopper_ends.cu; 0 for w4a16_hopper_many.cu
+//   X_INTERLEAVED   how activations lie (interleaved_rows.py), of w4a16_hopper_few.cu
 
 constexpr int TILES = ROWS / 64;          // packed tiles of a step
 constexpr int SUB = TILES / WARPGROUPS;   // of a warpgroup
@@ -71,7 +72,7 @@ struct Problem {
   const float* squares;   // [M, K / 16] with NORMED
   const u16* residual;    // [M, N] with ADDS
   const u16* norm;        // [N] with ADDS 2, as the next two
-  u16* rows;              // [M, N]
+  u16* rows;              // [M, N], interleaved with ORDERED
   float* new_squares;     // [M, N / 16]
   const int* places;      // with ORDERED, where channels of `rows`, or of the gated output, come to lie
 };

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hf_paged.kernels.cuda_kernel import CudaKernel, TensorMap, read_source
 from hf_paged.kernels.gather_channels import gather_channels
+from hf_paged.kernels.interleaved_rows import InterleavedRows
 from hf_paged.kernels.on_device import cuda_capability
 from hf_paged.kernels.packed_weight import PackedWeight
 from hf_paged.kernels.w4a16_hopper_tiles import MAX_PROGRAMS, SHAPES, STEP, HopperTiles
@@ -41,7 +42,7 @@ class Ends:
     gated: bool = False  # the output is silu(first half) * second half
     adds: int = 0  # 1: to a residual; 2: and makes the rows of the next norm
     offset: float = 0.0  # of that norm's weight
-    ordered: bool = False  # what the next product reads lies in its order of channels
+    ordered: bool = False  # what the next product reads lies in its order of channels, interleaved
 
     @property
     def parts(self) -> int:
@@ -55,7 +56,7 @@ class Beside(NamedTuple):
     squares: Tensor | None = None  # [M, K / 16] fp32, with `normed`
     residual: Tensor | None = None  # [M, N], with `adds`
     norm: Tensor | None = None  # [N], with `adds` 2, as the next two
-    rows: Tensor | None = None  # [M, N], written
+    rows: Tensor | None = None  # [M, N] or interleaved, written
     new_squares: Tensor | None = None  # [M, N / 16] fp32, written
     places: Tensor | None = None  # int32, of each channel of `rows` or of the gated output, with `ordered`
 
@@ -74,6 +75,7 @@ class Variant:
     scales: torch.dtype = torch.float16
     middle: int = 8
     ends: Ends = Ends()
+    interleaved: bool = False  # activations, for few tokens
 
     @property
     def stage_bytes(self) -> int:
@@ -120,7 +122,7 @@ def fits_hopper(x: Tensor, weight: PackedWeight) -> bool:
 
 
 def w4a16_hopper(
-    x: Tensor,
+    x: Tensor | InterleavedRows,
     weight: PackedWeight,
     bias: Tensor | None,
     locks: Tensor,
@@ -128,10 +130,13 @@ def w4a16_hopper(
     ends: Ends = Ends(),
     beside: Beside = _NOTHING,
 ) -> Tensor:
-    """`[M, K]` fp16 or bf16 (contiguous) -> `[M, N]`, with gated `ends` `[M, N / 2]`. `locks`: int32 zeros, one per
-    program and warpgroup.
+    """`[M, K]` fp16 or bf16 (contiguous, or interleaved in the weight's order) -> `[M, N]`, with gated `ends`
+    `[M, N / 2]`, and with gated and ordered ones the data of interleaved rows. `locks`: int32 zeros, one per program
+    and warpgroup.
     """
     (m, k), n = x.shape, weight.out_features
+    interleaved = isinstance(x, InterleavedRows)
+    x = x.data if isinstance(x, InterleavedRows) else x
     blocks, steps = tiles.blocks(m, n), -(-k // STEP)
     programs = min(tiles.programs, blocks * (min(steps, MAX_PROGRAMS) if tiles.many else steps))
     assert programs * tiles.warpgroups <= locks.numel(), (programs, tiles, locks.shape)
@@ -140,9 +145,12 @@ def w4a16_hopper(
         x = x.clone()
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
-    if weight.perm is not None:
+    if weight.perm is not None and not interleaved:
         x = gather_channels(x, weight.perm)
-    out = torch.empty((m, n // ends.parts), dtype=x.dtype, device=x.device)
+    if ends.gated and ends.ordered:
+        out = InterleavedRows.empty(m, n // 2, like=x).data
+    else:
+        out = torch.empty((m, n // ends.parts), dtype=x.dtype, device=x.device)
     # of each program two: of the tile that it ends and of the one that it begins; a cluster's stay in shared memory
     parts = 0 if blocks % programs == 0 or tiles.cluster > 1 else 2 * programs
     partial = torch.empty(parts * tiles.rows * tiles.block_m, dtype=torch.float32, device=x.device)
@@ -154,6 +162,7 @@ def w4a16_hopper(
         scales=weight.scales.dtype,
         middle=weight.middle,
         ends=ends,
+        interleaved=interleaved,
     )
     arguments = [
         TensorMap(x, tiles.block_m) if tiles.many else x,
@@ -227,6 +236,7 @@ def source(variant: Variant) -> str:
         "ADDS": variant.ends.adds,
         "OFFSET": f"{variant.ends.offset:e}f",
         "ORDERED": int(variant.ends.ordered),
+        "X_INTERLEAVED": int(variant.interleaved),
     }
     kernel = "w4a16_hopper_many" if tiles.many else "w4a16_hopper_few"
     files = ("hopper_instructions", "w4a16_hopper", "w4a16_hopper_ends", "w4a16_hopper_sums", kernel)

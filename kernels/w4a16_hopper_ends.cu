@@ -3,7 +3,8 @@
 //   NORMED     its rows lack their factor 1 / sqrt(mean of squares + EPS): outputs are multiplied by it
 //   GATED      tiles hold blocks of gate, then as many of up, and the output is silu(gate) * up
 //   ADDS       1: the output is added to a residual. 2: and multiplied by the next norm's weight + OFFSET, beside it
-//   ORDERED    what the next product reads lies in that one's order of channels (act-order)
+//   ORDERED    what the next product reads lies in that one's order of channels (act-order), interleaved
+//              (interleaved_rows.py): the eight tokens that a warp has of a channel are 16 bytes
 __device__ __forceinline__ float bias_of(const u16* bias, int n, int N) {
   if (bias == nullptr || n >= N) return 0.0f;
   return HALF ? half_to_float(bias[n]) : bf16_to_float(bias[n]);
@@ -36,10 +37,11 @@ __device__ __forceinline__ float gated(float gate, float up) {
 __device__ __forceinline__ float low(u32 word) { return HALF ? half_to_float((u16)word) : bf16_to_float((u16)word); }
 __device__ __forceinline__ float high(u32 word) { return low(word >> 16); }
 
-// What is added to a lane's outputs, two of one token at a time, the next norm's weights of them, and their places.
+// What is added to a lane's outputs, two of one token at a time, the next norm's weights of them, and the places of its
+// two channels.
 struct Beside {
   u32 residual[2], norm[2];
-  int2 places[2];
+  int places[2];
 };
 
 // The outputs `n` to n + 15 of tokens `m` to m + 7, as `store_block` deals them out.
@@ -50,8 +52,8 @@ __device__ __forceinline__ Beside beside_of(const Problem& p, int m, int n) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int row = (n + 8 * h + lane / 4) & ~1;
+    if (ORDERED && row < p.N / PARTS) beside.places[h] = p.places[n + 8 * h + lane / 4];
     if (m < p.M && row < p.N / PARTS) {
-      if (ORDERED) beside.places[h] = *(const int2*)(p.places + row);
       if (!ADDS) continue;
       beside.residual[h] = *(const u32*)(p.residual + (long long)m * p.N + row);
       if (ADDS == 2) beside.norm[h] = *(const u32*)(p.norm + row);
@@ -60,14 +62,20 @@ __device__ __forceinline__ Beside beside_of(const Problem& p, int m, int n) {
   return beside;
 }
 
-// Two neighbouring channels of a token, for the product behind: each at its place, if they have one.
-__device__ __forceinline__ void store_channels(u16* rows, int row, u32 word, int2 places) {
-  if (ORDERED) {
-    rows[places.x] = (u16)word;
-    rows[places.y] = (u16)(word >> 16);
-  } else {
-    *(u32*)(rows + row) = word;
-  }
+// Tokens `m` and m + 1 (m even) of a channel, for the product behind.
+__device__ __forceinline__ void store_interleaved(const Problem& p, u16* rows, int m, int place, u32 word) {
+  if (m < p.M) *(u32*)(rows + ((long long)(m / 8) * (p.N / PARTS) + place) * 8 + m % 8) = word;
+}
+
+// Of words that hold two channels of a token two tokens of a channel: what `store_block` did, undone.
+__device__ __forceinline__ u32 tokens_of(u32 word) {
+  const bool odd = threadIdx.x & 4;
+  const u32 other = __shfl_xor_sync(~0u, odd ? word : word >> 16, 4);
+  return odd ? __byte_perm(other, word, 0x7610) : __byte_perm(word, other, 0x5410);
+}
+
+__device__ __forceinline__ u32 next_of(u32 sum, u32 norm) {
+  return pack2(low(sum) * (low(norm) + OFFSET), high(sum) * (high(norm) + OFFSET));
 }
 
 // As `store_block`, to the residual, and what the next norm needs of it.
@@ -85,12 +93,11 @@ __device__ __forceinline__ void add_block(const Problem& p, float4 v, const Besi
     const u32 word = odd ? pack2(other, v1) : pack2(v0, other), residual = beside.residual[h], norm = beside.norm[h];
     const u32 sum = pack2(low(residual) + low(word), high(residual) + high(word));
     squares += low(sum) * low(sum) + high(sum) * high(sum);
+    if (ORDERED && row < p.N) store_interleaved(p, p.rows, m - odd, beside.places[h], tokens_of(next_of(sum, norm)));
     if (m >= p.M || row >= p.N) continue;
     const long long at = (long long)m * p.N + (row & ~1);
     *(u32*)(p.out + at) = sum;
-    if (ADDS == 2)
-      store_channels(p.rows + (long long)m * p.N, row & ~1,
-                     pack2(low(sum) * (low(norm) + OFFSET), high(sum) * (high(norm) + OFFSET)), beside.places[h]);
+    if (ADDS == 2 && !ORDERED) *(u32*)(p.rows + at) = next_of(sum, norm);
   }
   if (ADDS == 2) {
     squares += __shfl_xor_sync(~0u, squares, 8);
@@ -109,9 +116,13 @@ __device__ __forceinline__ void gate_block(const Problem& p, float4 gate, float4
   for (int h = 0; h < 2; h++) {
     const int row = n + 8 * h + lane / 4;
     const float v0 = h ? gated(gate.z, up.z) : gated(gate.x, up.x), v1 = h ? gated(gate.w, up.w) : gated(gate.y, up.y);
+    if (ORDERED) {
+      if (row < p.N / 2) store_interleaved(p, p.out, m - odd, beside.places[h], pack2(v0, v1));
+      continue;
+    }
     const float other = __shfl_xor_sync(~0u, odd ? v0 : v1, 4);
     const u32 word = odd ? pack2(other, v1) : pack2(v0, other);
-    if (m < p.M && row < p.N / 2) store_channels(p.out + (long long)m * (p.N / 2), row & ~1, word, beside.places[h]);
+    if (m < p.M && row < p.N / 2) *(u32*)(p.out + (long long)m * (p.N / 2) + (row & ~1)) = word;
   }
 }
 

@@ -29,6 +29,18 @@ __device__ __forceinline__ void mma(float (&d)[4], const u32* a, u32 b0, u32 b1,
                  : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
+
+// Of interleaved rows a piece of 16 bytes is a channel's of eight tokens. They stay as they lie, without a swizzle.
+__device__ __forceinline__ void bring_interleaved(const Problem& p, u32 to, int eight, int channel) {
+#pragma unroll
+  for (int i = 0; i < BM / 2; i++) {
+    const int k = channel + i % 4 * 32 + threadIdx.x % 32, at = eight + i / 4;
+    const bool live = k < p.K && at * 8 < p.M;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * 512 + threadIdx.x % 32 * 16),
+                 "l"(live ? p.x + ((long long)at * p.K + k) * 8 : p.x), "r"(live ? 16 : 0) : "memory");
+  }
+}
+
 // One warp: activations, of a unit two halves of 64 channels, rows of 128 bytes whose 16-byte pieces are swizzled by
 // the row.
 __device__ __forceinline__ void produce_x(const Problem& p, char* smem, u32 full, u32 empty) {
@@ -42,13 +54,14 @@ __device__ __forceinline__ void produce_x(const Problem& p, char* smem, u32 full
     const int k = step * 128 + chunk * 8;
     const u16* x = p.x + (long long)(m0 + row) * p.K + k;
 #pragma unroll
-    for (int i = 0; i < BM / 2; i++) {
+    for (int i = 0; i < (X_INTERLEAVED ? 0 : BM / 2); i++) {
       const int r = row + 2 * i;
       const bool live = k < p.K && m0 + r < p.M;
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + stage * X_BYTES + r * 128 +
                                                                          ((chunk % 8) ^ (r % 8)) * 16),
                    "l"(live ? x + (long long)2 * i * p.K : p.x), "r"(live ? 16 : 0) : "memory");
     }
+    if (X_INTERLEAVED) bring_interleaved(p, shared_address(smem) + stage * X_BYTES, m0 / 8, step * 128);
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full + 8 * stage) : "memory");
     if (++step == p.steps) {
       step = 0;
@@ -87,7 +100,7 @@ __device__ __forceinline__ void multiply_unit(const char* smem, int stage, float
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int first_block = warpgroup * (SUB / PARTS);
   const u32 words_at = shared_address(smem + W_AT + stage * W_BYTES) + first_block * 4096 + warp * 1024 + lane * 16;
-  const u32 x_row = shared_address(smem + stage * X_BYTES) + lane % 8 * 128;
+  const u32 x_row = shared_address(smem + stage * X_BYTES) + (X_INTERLEAVED ? lane * 16 : lane % 8 * 128);
   uint4 top[SUB], bottom[SUB];
 #pragma unroll
   for (int s = 0; s < SUB; s++) {
@@ -102,7 +115,10 @@ __device__ __forceinline__ void multiply_unit(const char* smem, int stage, float
 #pragma unroll
     for (int n = 0; n < BM / 8; n++) {
       const u32 piece = (j % 2 * 4 + lane / 8) ^ (lane % 8);
-      load_matrices(b[n], x_row + j / 2 * (BM * 128) + n * 1024 + piece * 16);
+      if (X_INTERLEAVED)
+        load_transposed(b[n], x_row + n * 2048 + j * 512);
+      else
+        load_matrices(b[n], x_row + j / 2 * (BM * 128) + n * 1024 + piece * 16);
     }
 #pragma unroll
     for (int s = 0; s < SUB; s++) {

@@ -17,6 +17,7 @@ from hf_paged import LLM, CompletionOutput, SamplingParams, folded_layer, joined
 from hf_paged.eval import bench_models
 from hf_paged.folded_layer import FoldedLayer
 from hf_paged.kernels import folded_linear, layer_chain
+from hf_paged.kernels.interleaved_rows import InterleavedRows
 from hf_paged.kernels.layer_chain import LayerChain
 from hf_paged.kernels.packed_weight import PackedWeight
 from hf_paged.kernels.reference_fused import RMSNorm
@@ -51,9 +52,16 @@ class Definitions:
         return folded_linear.folded_linear_reference(x, weight, bias, **options)
 
     def sum(
-        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, locks: Tensor, residual: Tensor, norm: RMSNorm
+        self,
+        x: Tensor | InterleavedRows,
+        weight: PackedWeight,
+        bias: Tensor | None,
+        locks: Tensor,
+        residual: Tensor,
+        norm: RMSNorm,
     ) -> tuple[Tensor, folded_linear.OpenNorm | None]:
         self.calls += 1
+        assert weight.perm is None or isinstance(x, InterleavedRows), "left to a gather of 2 bytes from each row"
         return folded_linear.folded_sum_reference(x, weight, bias, residual, norm)
 
     def chain(self, x: Tensor, residual: Tensor, chain: LayerChain, exchange: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,9 +167,10 @@ def test_a_layer_that_somebody_watches_does_not_fold_and_still_gets_its_norm(def
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 7, 8, 13, 16])
 @pytest.mark.parametrize("act_order", [False, True])
 def test_folded_layers_give_the_logits_of_fused_ones_on_the_gpu(
-    act_order: bool, monkeypatch: pytest.MonkeyPatch
+    act_order: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("layers fold on Hopper only")
@@ -172,10 +181,10 @@ def test_folded_layers_give_the_logits_of_fused_ones_on_the_gpu(
     monkeypatch.setattr(
         folded_layer, "folded_linear", lambda *args, **kwargs: calls.append(1) or kernel(*args, **kwargs)
     )
-    folded = step_logits(view, tokens=7)
+    folded = step_logits(view, tokens=tokens)
     assert len(calls) == 2 * 3
     monkeypatch.setattr(folded_layer, "can_fold", lambda x, weight: False)
-    assert_same_logits(folded, step_logits(view, tokens=7))
+    assert_same_logits(folded, step_logits(view, tokens=tokens))
 
 
 @pytest.mark.gpu

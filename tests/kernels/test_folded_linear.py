@@ -19,6 +19,8 @@ from hf_paged.kernels.folded_linear import (
     folded_sum_reference,
     open_norm_reference,
 )
+from hf_paged.kernels.fused_ops import interleave
+from hf_paged.kernels.interleaved_rows import TOGETHER, InterleavedRows
 from hf_paged.kernels.packed_linear import lock_count
 from hf_paged.kernels.packed_weight import PackedWeight, packed_linear_reference, packed_shape
 from hf_paged.kernels.reference_fused import RMSNorm, gated_activation, rms_norm
@@ -36,6 +38,7 @@ ENDS = (
     Ends(normed=True, eps=1e-6, gated=True, ordered=True),
     Ends(adds=2, ordered=True),
 )
+NAN = float("nan")
 
 
 def random_weight(n: int, k: int, *, group: int = 128, zeros: bool = False, device: str = "cpu") -> PackedWeight:
@@ -69,9 +72,20 @@ def assert_close(actual: Tensor, expected: Tensor, steps: float = 1) -> None:
     assert float((actual.double() - expected.double()).abs().max()) <= steps * STEP * float(expected.abs().max())
 
 
+def plain(x: Tensor | InterleavedRows) -> Tensor:
+    return x.rows if isinstance(x, InterleavedRows) else x
+
+
+def poisoned(x: InterleavedRows) -> InterleavedRows:
+    """With what stands for tokens that there are not, as memory may hold it."""
+    data = x.data.clone()
+    data[-1, :, (x.tokens - 1) % TOGETHER + 1 :] = NAN
+    return InterleavedRows(data=data, tokens=x.tokens)
+
+
 def assert_same_norm(actual: OpenNorm | None, expected: OpenNorm | None) -> None:
     assert actual is not None and expected is not None and actual.eps == expected.eps
-    assert_close(actual.rows, expected.rows)
+    assert_close(plain(actual.rows), plain(expected.rows))
     torch.testing.assert_close(actual.factors, expected.factors, rtol=STEP, atol=0)
 
 
@@ -106,7 +120,7 @@ def test_every_end_compiles_for_every_tile_and_leaves_room_for_as_many_programs(
         if not isinstance(shape, FewShape) or (ends.gated and not shape.tiles.pairs):
             continue
         tiles = replace(shape.tiles, cluster=8 if shape.clustered else 1)
-        variant = Variant(tiles=tiles, half=False, ends=ends)
+        variant = Variant(tiles=tiles, half=False, ends=ends, interleaved=ends.ordered)
         assert (variant.shared_bytes + 1024) * tiles.resident <= 228 * 1024
         assert compile_cubin(source(variant), "w4a16_hopper", "sm_90a")
 
@@ -121,8 +135,49 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 11, 16])
+def test_interleaved_rows_are_the_rows_with_each_channel_at_its_place(tokens: int) -> None:
+    x, order = rows(tokens, 96), torch.randperm(96, generator=torch.Generator().manual_seed(0))
+    interleaved = InterleavedRows.of(x, inverse(order))
+    assert interleaved.shape == x.shape and torch.equal(interleaved.rows, x[:, order])
+    assert torch.equal(interleaved.data[0, 5, : min(tokens, 8)], x[:8, order[5]])
+    assert torch.equal(InterleavedRows.of(x).rows, x)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_a_norm_left_open_in_an_order_is_read_by_a_weight_in_that_order(tokens: int) -> None:
+    """By the definitions: the product is that of the natural order."""
+    weight, norm, hidden = random_weight(192, 256), random_norm(256), rows(tokens, 256)
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    ordered = replace(norm, order=order, places=inverse(order))
+    actual = folded_linear_reference(open_norm_reference(hidden, ordered), weight, None)
+    assert_close(plain(actual), packed_linear_reference(rms_norm(hidden, ordered), weight, None), 2)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 5, 16])
+@pytest.mark.parametrize("m", range(1, 17))
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (5120, 13824), (1088, 1024)])
+def test_interleaved_rows_are_read_as_if_they_were_not(n: int, k: int, m: int) -> None:
+    """The very bits, and nothing of tokens that there are not."""
+    weight, both = random_weight(n, k, device="cuda"), random_weight(2 * n, k, device="cuda")
+    locks = torch.zeros(lock_count(2 * n), dtype=torch.int32, device="cuda")
+    x, residual, norm = rows(m, k, "cuda"), rows(m, n, "cuda"), random_norm(n, "cuda")
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(0)).to("cuda", torch.int32)
+    interleaved = interleave(x, inverse(order))
+    assert torch.equal(interleaved.rows, x[:, order])
+    expected = folded_sum(x[:, order], weight, None, locks, residual, norm)
+    actual = folded_sum(poisoned(interleaved), replace(weight, perm=order), None, locks, residual, norm)
+    assert torch.equal(actual[0], expected[0]) and actual[1] is not None and expected[1] is not None
+    assert torch.equal(plain(actual[1].rows), plain(expected[1].rows))
+    open_norm = open_norm_reference(x, random_norm(k, "cuda"))
+    other = replace(open_norm, rows=poisoned(InterleavedRows.of(plain(open_norm.rows))))
+    for gated in (False, True):
+        expected_linear = folded_linear(open_norm, both, None, locks, gated=gated)
+        assert torch.equal(plain(folded_linear(other, both, None, locks, gated=gated)), plain(expected_linear))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", range(1, 17))
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (5120, 13824), (1088, 1024)])
 def test_channels_come_to_lie_as_the_product_behind_reads_them(n: int, k: int, m: int) -> None:
     """Act-order: the same values, each at its place."""
@@ -135,13 +190,14 @@ def test_channels_come_to_lie_as_the_product_behind_reads_them(n: int, k: int, m
     same, other = folded_sum(x, weight, None, locks, residual, ordered)
     assert open_norm is not None and other is not None
     assert torch.equal(same, total) and torch.equal(other.squares, open_norm.squares)
-    assert torch.equal(other.rows, open_norm.rows[:, order])
+    assert torch.equal(plain(other.rows), plain(open_norm.rows)[:, order])
     assert_same_norm(other, folded_sum_reference(x, weight, None, residual, ordered)[1])
     before = open_norm_reference(x, random_norm(k, "cuda"))
     gated = folded_linear(before, both, None, locks, gated=True)
     placed = folded_linear(before, both, None, locks, gated=True, places=ordered.places)
-    assert torch.equal(placed, gated[:, order])
-    assert_close(placed, folded_linear_reference(before, both, None, gated=True, places=ordered.places), 4)
+    assert torch.equal(plain(placed), plain(gated)[:, order])
+    expected = folded_linear_reference(before, both, None, gated=True, places=ordered.places)
+    assert_close(plain(placed), plain(expected), 4)
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_paged.kernels.gated_activation import _gated_activation
 from hf_paged.kernels.gather_channels import _gather_channels
+from hf_paged.kernels.interleave import _interleave
 from hf_paged.kernels.rms_norm import _rms_norm
 from hf_paged.kernels.rope_write import _rope_write
 from hf_paged.kernels.rotary_tables import _rotary_tables
@@ -63,6 +64,9 @@ pointers = {"x_ptr": "*bf16", "out_ptr": "*bf16", "order_ptr": "*i32"}
 for constants, warps in ((dict(BLOCK=8192, WHOLE=True), 16), (dict(BLOCK=1024, WHOLE=False), 4)):
     ptx = build(_gather_channels, pointers, [], [], dict(K=8192, **constants), warps, order=True)
     assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
+pointers = {"x_ptr": "*bf16", "places_ptr": "*i32", "out_ptr": "*bf16"}
+ptx = build(_interleave, pointers, ["M"], [], dict(K=4096, BLOCK=32, TOGETHER=8), 1, order=True)
+assert widest(ptx, r"ld\\.global") == widest(ptx, r"st\\.global") == 128, ptx
 tokens = dict.fromkeys(["out_ptr", "ids_ptr", "rows_ptr", "last_ptr"], "*i64")
 build(_input_tokens, tokens, ["count"], [], dict(BLOCK=256), 4)
 rows = {"out_ptr": "*bf16", "ids_ptr": "*i64", "weight_ptr": "*bf16"}
