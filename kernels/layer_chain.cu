@@ -98,9 +98,10 @@ __device__ __forceinline__ uint4 load_fresh(const void* p) {
 __device__ __forceinline__ void store_fresh(u32* p, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+__device__ __forceinline__ bool misses(uint4 v) { return v.x == ~0u || v.y == ~0u || v.z == ~0u || v.w == ~0u; }
 // `v`, or what comes to lie where it was read from.
 __device__ __forceinline__ uint4 once_there(uint4 v, const void* p) {
-  for (int tries = 0; v.x == ~0u || v.y == ~0u || v.z == ~0u || v.w == ~0u; tries++) {
+  for (int tries = 0; misses(v); tries++) {
     v = load_fresh(p);
     if (tries > 1 << 22) __trap();
   }
@@ -145,10 +146,21 @@ __device__ __forceinline__ void load_rows(const u16* rows, int q, bool there, u3
     }
 #pragma unroll
     for (int i = 0; i < BATCH; i++)
-      if (from[i] != nullptr) {
-        if (!there) v[i] = once_there(v[i], from[i]);
+      if (from[i] == nullptr) v[i] = make_uint4(0, 0, 0, 0);
+    for (int tries = 0; !there; tries++) {  // all that miss at once: each answer takes as long as all of them
+      bool missing[BATCH], any = false;
+#pragma unroll
+      for (int i = 0; i < BATCH; i++) any |= missing[i] = misses(v[i]);
+      if (!any) break;
+#pragma unroll
+      for (int i = 0; i < BATCH; i++)
+        if (missing[i]) v[i] = load_fresh(from[i]);
+      if (tries > 1 << 22) __trap();
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; i++)
+      if (from[i] != nullptr)
         store_shared(in_order ? as_they_come + (u32)(from[i] - rows) * 2 : to + m * X_ROW + (lane + 32 * i) * 16, v[i]);
-      }
   }
   if (in_order) {
     sync_threads(MULTIPLIERS);

@@ -3,8 +3,10 @@
 Such a kernel (`layer_chain.py`) takes a place on every multiprocessor. Two at once, of engines on two streams, would
 each find some of the places and wait for the other's for ever. Within a stream that cannot be: all programs of one have
 their places before any kernel behind it is let start. Between streams of a process a turn begins, on the GPU, when the
-one before it has ended. All other kernels end by themselves and leave their places. Processes have a GPU in turns, too,
-unless MPS runs them side by side: there such a kernel is launched cooperatively, which finds all places or none.
+one before it has ended. All other kernels leave their places without one of ours: none of this package waits for its
+own programs for ever, and a collective only for its part on another GPU, which comes when the chain there has ended.
+Processes have a GPU in turns, too, unless MPS runs them side by side: there such a kernel is launched cooperatively,
+which finds all places or none.
 """
 
 from __future__ import annotations
