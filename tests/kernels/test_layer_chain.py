@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 
 from hf_paged.kernels import layer_chain as layer_chain_module
-from hf_paged.kernels.cuda_kernel import compile_cubin, nvrtc
+from hf_paged.kernels.cuda_kernel import CudaKernel, compile_cubin, nvrtc
 from hf_paged.kernels.layer_chain import (
     MAX_CHAIN_ROWS,
     LayerChain,
@@ -22,6 +22,7 @@ from hf_paged.kernels.layer_chain import (
     new_exchange,
     source,
 )
+from hf_paged.kernels.on_device import multiprocessors
 from hf_paged.kernels.packed_weight import packed_linear_reference
 from hf_paged.kernels.reference_fused import gated_activation, rms_norm
 from hf_paged.kernels.turn import turn
@@ -167,20 +168,34 @@ def test_captured_chains_give_the_same_bits_for_every_input_however_often_they_a
             assert torch.equal(got, expected)
 
 
+HOLD = """
+extern "C" __global__ void hold(int nanoseconds) {
+  unsigned long long begin, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+  do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  while (now - begin < nanoseconds);
+}
+"""
+
+
 @pytest.mark.gpu
 def test_chains_on_two_streams_take_turns() -> None:
-    """Side by side each would find some of the multiprocessors, and wait for the rest until it traps."""
+    """While half of the multiprocessors are held the first chain finds places on the others. The second, of a stream
+    that goes first, would take what becomes free then, and both would wait until they trap.
+    """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for Hopper")
     chain, device = random_chain("llama-3-8b", "cuda"), torch.device("cuda")
     x, residual = rows(1, 4096, "cuda"), rows(1, 4096, "cuda")
     expected = layer_chain(x, residual, chain, new_exchange(chain, 1, 1)[0])
-    sides = [(torch.cuda.Stream(), torch.cuda.CUDAGraph()) for _ in range(2)]
+    hold = CudaKernel(HOLD, "hold", "sm_90a", 200 * 1024)
+    sides = [(torch.cuda.Stream(priority=priority), torch.cuda.CUDAGraph()) for priority in (0, -1)]
     results = []
     for stream, graph in sides:
         with torch.cuda.graph(graph, stream=stream):
-            results.append([layer_chain(x, residual, chain, exchange) for exchange in new_exchange(chain, 1, 20)])
-    for _ in range(100):
+            results.append([layer_chain(x, residual, chain, exchange) for exchange in new_exchange(chain, 1, 3)])
+    for _ in range(20):
+        hold.launch(multiprocessors(device) // 2, 32, [2_000_000])
         for stream, graph in sides:
             with torch.cuda.stream(stream), turn(device):
                 graph.replay()
