@@ -123,9 +123,11 @@ def _split_launches(tiles: HopperTiles, blocks: int, steps: int, multiprocessors
         yield replace(tiles, programs=most)
 
 
-def _few(block_m: int, rows: int, *costs: float, resident: int = 1, clustered: bool = True) -> FewShape:
+def _few(
+    block_m: int, rows: int, *costs: float, warpgroups: int = 2, resident: int = 1, clustered: bool = True
+) -> FewShape:
     start, spread, unit = costs
-    tiles = HopperTiles(block_m=block_m, rows=rows, resident=resident)
+    tiles = HopperTiles(block_m=block_m, rows=rows, warpgroups=warpgroups, resident=resident)
     return FewShape(tiles=tiles, clustered=clustered, start=start, spread=spread, unit=unit)
 
 
@@ -142,9 +144,10 @@ SHAPES: tuple[FewShape | ManyShape, ...] = (
     _few(8, 512, 2.60, 0.399, 0.612),
     _few(8, 256, 6.05, 0.235, 0.506, resident=2, clustered=False),
     _few(16, 256, 2.79, 0.129, 0.452),
-    _few(16, 384, 3.76, 0.422, 0.441),
+    _few(16, 384, 3.50, 0.422, 0.440, warpgroups=3),
     _few(16, 512, 3.77, 0.402, 0.714),
-    _few(16, 256, 8.23, 0.161, 0.713, resident=2, clustered=False),
+    _few(16, 256, 6.12, 0.260, 0.667, resident=2, clustered=False),
+    _few(16, 512, 9.10, 0.794, 0.298, clustered=False),
     _many(32, 128, 8, 0.43, 3.2, 3.6, 2.9, 4.8, 6.0),
     _many(32, 192, 8, 0.56, 3.4, 4.8, 3.6, 5.7, 7.3),
     _many(32, 256, 8, 0.64, 3.1, 5.4, 4.2, 6.3, 9.8),

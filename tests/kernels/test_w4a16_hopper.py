@@ -78,7 +78,7 @@ def all_tiles() -> list[HopperTiles]:
             clusters = AT_ONCE[shape.tiles.resident]
             tiles += [replace(shape.tiles, cluster=cluster, programs=10_000) for cluster in clusters]
         tiles += [replace(shape.tiles, programs=programs) for programs in (1, 5, 132)]
-    return tiles
+    return list(dict.fromkeys(tiles))
 
 
 def launched(tiles: HopperTiles, m: int, n: int) -> HopperTiles:
@@ -87,7 +87,7 @@ def launched(tiles: HopperTiles, m: int, n: int) -> HopperTiles:
 
 def name(tiles: HopperTiles) -> str:
     shared = f"c{tiles.cluster}" if tiles.cluster > 1 else f"{tiles.programs}"
-    return f"{tiles.block_m}x{tiles.rows}s{tiles.most_stages}/{shared}"
+    return f"{tiles.block_m}x{tiles.rows}w{tiles.warpgroups}r{tiles.resident}/{shared}"
 
 
 @pytest.mark.parametrize(
