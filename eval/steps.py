@@ -19,7 +19,7 @@ from hf_paged.config import EngineConfig
 from hf_paged.engine import Engine
 from hf_paged.eval.machine import Machine, synchronize, timed
 from hf_paged.eval.throughput import greedy, weight_sizes
-from hf_paged.eval.workload import Workload
+from hf_paged.eval.workload import Workload, least_products
 from hf_paged.llm import LLM
 
 _WARM_UP = 6  # steps: graphs are captured, and one step is always launched ahead
@@ -35,7 +35,7 @@ class StepResult:
 
     `wall`: steps behind one another. `host`: what the host does for a step, while the device waits for it. `idle` and
     `busy`: how long no kernel runs in a step, and the share of time in which one does. These three are None without a
-    GPU. `ceiling`: weights and live KV read once, or the products, whichever takes longer.
+    GPU. `ceiling`: weights read once, or the products, whichever takes longer, and live KV read.
     """
 
     system: str
@@ -159,9 +159,6 @@ def _idle_and_busy(steps: Callable[[], None]) -> tuple[float, float]:
 
 
 def _least_seconds(llm: LLM, machine: Machine, *, tokens: int, live: float, beside: int) -> float:
-    sizes = weight_sizes(llm.model)
-    products = sizes["linear_parameters"] * tokens
-    if beside:  # only its last token goes through the head
-        products += (sizes["linear_parameters"] - sizes["head_parameters"]) * beside + sizes["head_parameters"]
-    read = sizes["weight_bytes"] + live * llm.engine.kv_cache.bytes_per_token
-    return max(read / machine.bytes_per_s, 2 * products / machine.flops_per_s)
+    head_tokens = tokens + (beside > 0)  # of a prompt only the last token goes through the head
+    products = least_products(machine, tokens + beside, head_tokens, **weight_sizes(llm.model))
+    return products + live * llm.engine.kv_cache.bytes_per_token / machine.bytes_per_s

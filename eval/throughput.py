@@ -142,8 +142,8 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def weight_sizes(model: PreTrainedModel) -> dict[str, int]:
-    """`linear_parameters`, those of the head among them, and `weight_bytes` that one step reads: all but an input
-    embedding that is only looked up.
+    """`linear_parameters` and `weight_bytes` that one step reads, all but an input embedding that is only looked up; of
+    these what the head has, `head_parameters` and `head_bytes`.
     """
     embedding = model.get_input_embeddings().weight
     output = model.get_output_embeddings()
@@ -155,6 +155,7 @@ def weight_sizes(model: PreTrainedModel) -> dict[str, int]:
     plain = sum(weight.numel() for weight in weights if weight.dim() > 1 and id(weight) not in words)
     return {
         "head_parameters": 0 if output is None else output.in_features * output.out_features,
+        "head_bytes": 0 if output is None else sum(parameter.nbytes for parameter in output.parameters()),
         "linear_parameters": plain
         + sum(linear.in_features * linear.out_features for linear in packed)
         + sum(stack.experts * stack.layout.in_features * stack.layout.out_features for stack in stacks),

@@ -132,16 +132,17 @@ def least_seconds(
     linear_parameters: int,
     head_parameters: int,
     weight_bytes: int,
+    head_bytes: int,
     kv_bytes_per_token: float,
     max_num_seqs: int | None = None,
     common_prefix: int = 0,
 ) -> float:
-    """The roof: prompts at the FLOP roof, a common prefix once, then steps that read or compute, whichever is longer.
+    """The roof: prompts at the FLOP roof, a common prefix once, then steps, the sum of what their operations take.
 
-    Of a prompt only the last token goes through the head. Every decode step reads all weights, every new token all keys
-    and values before it. There are as many steps as the longest output takes, or as `max_num_seqs` rows need for all
-    tokens. Attention FLOPs and everything that is not a matrix product are left out, so no system can be faster than
-    this.
+    Of a prompt only the last token goes through the head. Every new token reads all keys and values before it. There
+    are as many steps as the longest output takes, or as `max_num_seqs` rows need for all tokens. Attention FLOPs and
+    everything that is not a matrix product are left out. Faster could be only what reads for one operation while it
+    computes another.
     """
     prompt_tokens = sum(prompt_lens) - common_prefix * (len(prompt_lens) - 1)
     prompt_products = (linear_parameters - head_parameters) * prompt_tokens + head_parameters * len(prompt_lens)
@@ -149,6 +150,27 @@ def least_seconds(
     decoded = sum(output_lens) - len(output_lens)  # the first token of each comes with its prompt
     steps = max(max(output_lens) - 1, -(-decoded // (max_num_seqs or len(output_lens))))
     live = sum((output - 1) * (prompt + output / 2) for prompt, output in zip(prompt_lens, output_lens, strict=True))
-    read = (steps * weight_bytes + live * kv_bytes_per_token) / machine.bytes_per_s
-    compute = 2 * linear_parameters * decoded / machine.flops_per_s
-    return prefill + max(read, compute)
+    tokens = decoded / max(steps, 1)
+    products = least_products(
+        machine, tokens, tokens, linear_parameters=linear_parameters, head_parameters=head_parameters,
+        weight_bytes=weight_bytes, head_bytes=head_bytes,
+    )  # fmt: skip
+    return prefill + steps * products + live * kv_bytes_per_token / machine.bytes_per_s
+
+
+def least_products(
+    machine: Machine,
+    tokens: float,
+    head_tokens: float,
+    *,
+    linear_parameters: int,
+    head_parameters: int,
+    weight_bytes: int,
+    head_bytes: int,
+) -> float:
+    """Seconds of the products of a step, layers of `tokens` and the head of `head_tokens`: each is read or computed,
+    whichever takes longer.
+    """
+    layers = (weight_bytes - head_bytes, (linear_parameters - head_parameters) * tokens)
+    head = (head_bytes, head_parameters * head_tokens)
+    return sum(max(read / machine.bytes_per_s, 2 * products / machine.flops_per_s) for read, products in (layers, head))
