@@ -33,7 +33,8 @@ constexpr int OWN = (HIDDEN_GROUPS * 16 * M + MULTIPLIERS - 1) / MULTIPLIERS;  /
 constexpr int GROUP_PARTS = WARPS * 16 * M;
 constexpr int X_AT = (STAGES * STAGE_BYTES + 127) / 128 * 128;
 constexpr int AS_THEY_COME_AT = X_AT + WARPS * X_WARP;  // rows that are put in an order
-constexpr int ZERO_AT = AS_THEY_COME_AT + (ORDERED ? M * MOST_STEPS * 256 : 0) + 64;  // instead of tokens beyond M, in other banks than token 0
+// Instead of tokens beyond M, in other banks than token 0.
+constexpr int ZERO_AT = AS_THEY_COME_AT + (ORDERED ? M * MOST_STEPS * 256 : 0) + 64;
 constexpr int PARTS_AT = ZERO_AT + 576;
 constexpr int FACTORS_AT = PARTS_AT + (OTHER_GROUPS + HIDDEN_GROUPS) * GROUP_PARTS * 4;
 constexpr int BAR_AT = FACTORS_AT + 64;
@@ -119,8 +120,9 @@ __device__ __forceinline__ u32 two_of(u32 row, u32 places) {
   return first | (u32)second << 16;
 }
 
-// A warp's share of rows `[M][K]`: of each stage its step. `there`: the kernel before wrote them. Rows in an `order` come
-// to `as_they_come` as a whole first.
+// A warp's share of rows `[M][K]`: of each stage its step. `there`: the kernel before wrote them. Rows in an `order`
+// come to `as_they_come` as a whole first; channels that are read from there at once lie in different banks as far as
+// `channel_order` of `quant/pack.py` could choose.
 __device__ __forceinline__ void load_rows(const u16* rows, int q, bool there, u32 to, const u16* order,
                                           u32 as_they_come) {
   constexpr int BATCH = (WARP_STEPS + 1) / 2;
@@ -376,7 +378,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const bool normed = q == GATE_UP || q == NEXT_QKV;
     float* parts = (float*)(smem + PARTS_AT) + (normed ? 0 : OTHER_GROUPS * GROUP_PARTS);
     const u32* rows = exchange + (q == GATE_UP ? ROWS_AT : q == DOWN ? GATED_AT : NEXT_ROWS_AT);
-    const u16* order = !ORDERED ? nullptr : q == OUTPUT ? output_order : q == GATE_UP ? gate_up_order : q == DOWN ? down_order : next_order;
+    const u16* order = !ORDERED       ? nullptr
+                       : q == OUTPUT  ? output_order
+                       : q == GATE_UP ? gate_up_order
+                       : q == DOWN    ? down_order
+                                      : next_order;
     load_rows(q == OUTPUT ? x : (const u16*)rows, q, q == OUTPUT, xs, order, ring.at + AS_THEY_COME_AT);
     Factor factor;
     const int token = WARPS - 1 - warp;  // whose factor this warp makes

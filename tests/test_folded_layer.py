@@ -232,15 +232,17 @@ def assert_engines_chain(model: PreTrainedModel, tokens: int) -> None:
         assert error <= 8 * torch.finfo(torch.bfloat16).eps * logits.square().mean().sqrt()
 
 
-def test_captured_chains_of_two_engines_tell_what_the_model_does(definitions: Definitions) -> None:
-    assert_engines_chain(packed_model("cpu", mlp=768), tokens=20)
+@pytest.mark.parametrize("act_order", [False, True])
+def test_captured_chains_of_two_engines_tell_what_the_model_does(act_order: bool, definitions: Definitions) -> None:
+    assert_engines_chain(packed_model("cpu", act_order=act_order, mlp=768), tokens=20)
     assert len(definitions.exchanges) == 2 * 2 * 2  # engines, layers, a run before the capture and its own
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_captured_chains_of_two_engines_tell_what_the_model_does_on_the_gpu(
-    device: str, monkeypatch: pytest.MonkeyPatch
+    device: str, act_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cuda:1" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -249,7 +251,7 @@ def test_captured_chains_of_two_engines_tell_what_the_model_does_on_the_gpu(
     calls = []
     kernel = folded_layer.layer_chain
     monkeypatch.setattr(folded_layer, "layer_chain", lambda *args: calls.append(1) or kernel(*args))
-    assert_engines_chain(packed_model(device, mlp=768), tokens=100)
+    assert_engines_chain(packed_model(device, act_order=act_order, mlp=768), tokens=100)
     assert len(calls) == 2 * 2 * 2 and torch.cuda.current_device() == 0
 
 
