@@ -61,7 +61,7 @@ def choose_config(query: Tensor, layer: LayerKV, num_seqs: int, max_seq_len: int
     whole = -(-heads // -(-heads // programs))
     # Of 8. 4-bit programs wait for more than memory: 303 -> 426 us. So do those of one query head in 8 bits: fp8, 64 x
     # 2,048 tokens, 32 heads, 1,584 programs take 252 us, 1,024 of them 266, of ragged lengths 178 and 191.
-    busy = 7 if int4 or query.shape[1] == kv_heads else 5
+    busy = 7 if int4 or (k.element_size() == 1 and query.shape[1] == kv_heads) else 5
     if config.in_registers and heads > programs and whole * 8 >= programs * busy:
         programs = whole
     return replace(config, programs=programs)

@@ -28,9 +28,8 @@ _RUN = 16  # channels whose squares are summed
 class OpenNorm:
     """An RMSNorm whose factor is left to the product that reads it: norm(h) = rows / sqrt(mean(h^2) + eps)."""
 
-    rows: (
-        Tensor | InterleavedRows
-    )  # [M, K] bf16, h times the norm's weight; the latter in the order of a norm that has one
+    # [M, K] bf16, h times the norm's weight; interleaved, in its order, of a norm that has one
+    rows: Tensor | InterleavedRows
     squares: Tensor  # [M, K / 16] fp32, sums of h^2
     eps: float
 
@@ -108,7 +107,7 @@ def folded_linear(
     bias: Tensor | None,
     locks: Tensor,
     *,
-    gated: bool,
+    gated: Literal[True],
     places: Tensor | None = None,
 ) -> Tensor | InterleavedRows: ...
 def folded_linear(
@@ -129,6 +128,7 @@ def folded_linear(
     from hf_paged.kernels.w4a16_hopper_tiles import choose_hopper_tiles
 
     assert not gated or (bias is None and weight.out_features % 128 == 0), weight.out_features
+    assert gated or places is None
     rows, squares, eps = (x.rows, x.squares, x.eps) if isinstance(x, OpenNorm) else (x, None, 0.0)
     ends = Ends(normed=squares is not None, eps=eps, gated=gated, ordered=places is not None)
     weight = replace(weight, perm=None)

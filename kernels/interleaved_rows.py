@@ -22,6 +22,7 @@ class InterleavedRows:
 
     @classmethod
     def empty(cls, tokens: int, channels: int, like: Tensor) -> InterleavedRows:
+        """`[tokens, channels]` of the dtype and device of `like`, to be written."""
         return cls(data=like.new_empty((-(-tokens // TOGETHER), channels, TOGETHER)), tokens=tokens)
 
     @property

@@ -7,7 +7,7 @@
 // time: what is under way delays the activations, since the memory answers in turn. Those go from product to product
 // through the L2 without a barrier or a counter: memory is all ones before, a word of two bf16 that no rounding yields,
 // and who reads asks again until every word is something else. So programs must run at the same time; who waits for
-// seconds traps. Read after hopper_instructions.cu. Defines come from `layer_chain.py`:
+// a minute traps. Read after hopper_instructions.cu. Defines come from `layer_chain.py`:
 //   HALF                    0: activations are bf16
 //   M                       tokens
 //   KO, HID, INTER, QKV     channels of attention, hidden, of the MLP, outputs of QKV
@@ -21,6 +21,7 @@
 constexpr int MULTIPLIERS = 32 * WARPS, THREADS = MULTIPLIERS + 32;
 constexpr int WORD_BYTES = WARPS * 1024, STAGE_BYTES = WORD_BYTES + WARPS * 32;
 enum Product { OUTPUT, GATE_UP, DOWN, NEXT_QKV };
+constexpr int MOST_TRIES = 1 << 26;  // of a microsecond or so
 
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int share(int units) { return (units + PROGRAMS - 1) / PROGRAMS; }
@@ -104,7 +105,7 @@ __device__ __forceinline__ bool misses(uint4 v) { return v.x == ~0u || v.y == ~0
 __device__ __forceinline__ uint4 once_there(uint4 v, const void* p) {
   for (int tries = 0; misses(v); tries++) {
     v = load_fresh(p);
-    if (tries > 1 << 22) __trap();
+    if (tries > MOST_TRIES) __trap();
   }
   return v;
 }
@@ -157,7 +158,7 @@ __device__ __forceinline__ void load_rows(const u16* rows, int q, bool there, u3
 #pragma unroll
       for (int i = 0; i < BATCH; i++)
         if (missing[i]) v[i] = load_fresh(from[i]);
-      if (tries > 1 << 22) __trap();
+      if (tries > MOST_TRIES) __trap();
     }
 #pragma unroll
     for (int i = 0; i < BATCH; i++)

@@ -5,8 +5,9 @@ each find some of the places and wait for the other's for ever. Within a stream 
 their places before any kernel behind it is let start. Between streams of a process a turn begins, on the GPU, when the
 one before it has ended. All other kernels leave their places without one of ours: none of this package waits for its
 own programs for ever, and a collective only for its part on another GPU, which comes when the chain there has ended.
-Processes have a GPU in turns, too, unless MPS runs them side by side: there such a kernel is launched cooperatively,
-which finds all places or none.
+(A kernel of another stream that keeps a multiprocessor for more than a minute makes a chain trap.) Processes have a GPU
+in turns, too, unless MPS runs them side by side: there such a kernel is launched cooperatively, which finds all places
+or none.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ class _Last:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.stream: int | None = None
         self.ended = torch.cuda.Event()
 
 
@@ -34,12 +34,10 @@ def turn(device: torch.device) -> Iterator[None]:
     """What is launched within, on the current stream of a GPU, begins when what was launched in the turn before it has
     ended. For one thread at a time."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    last, stream = _lasts.setdefault(index, _Last()), torch.cuda.current_stream(device)
+    last, stream = _lasts.get(index) or _lasts.setdefault(index, _Last()), torch.cuda.current_stream(device)
     with last.lock:
-        if last.stream not in (None, stream.cuda_stream):
-            stream.wait_event(last.ended)
+        stream.wait_event(last.ended)  # nothing before the first turn
         try:
             yield
         finally:
             last.ended.record(stream)
-            last.stream = stream.cuda_stream

@@ -96,7 +96,7 @@ class FewShape:
     unit: float
 
     def launches(self, m: int, n: int, k: int, multiprocessors: int) -> Iterator[tuple[float, HopperTiles]]:
-        if m > self.tiles.block_m:
+        if self.tiles.block_m != (8 if m <= 8 else MAX_FEW_ROWS):
             return
         blocks, steps = self.tiles.blocks(m, n), -(-k // STEP)
         launches = _cluster_launches if self.clustered else _split_launches

@@ -6,12 +6,15 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tiny_engine import llm, tiny_llama, tiny_mistral
 from transformers import PreTrainedModel
 
+from hf_paged import cuda_graph
 from hf_paged.cuda_graph import CapturedStep, GraphMemory, StepBucket, StepGraphs, StepTensors
 from hf_paged.model_inputs import ModelInputs, StepSizes
 from hf_paged.request import Request, ScheduledRequest
@@ -253,3 +256,25 @@ def test_a_capture_that_is_interrupted_keeps_its_memory(monkeypatch: pytest.Monk
         with pytest.raises(KeyboardInterrupt), memory.capture(torch.cuda.CUDAGraph()):
             raise KeyboardInterrupt
     assert captures.begun == [(1, f"stream of {SECOND}")] * 2 and captures.stream == "the caller's"
+
+
+@pytest.mark.parametrize("takes_turn", [False, True])
+def test_a_step_that_may_hold_a_chain_is_replayed_in_a_turn(takes_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines on two streams would wait for each other's multiprocessors for ever."""
+    seen: list[str] = []
+
+    @contextmanager
+    def turn(device: torch.device) -> Iterator[None]:
+        seen.append("begins")
+        yield
+        seen.append("ends")
+
+    monkeypatch.setattr(cuda_graph, "turn", turn)
+    step = object.__new__(CapturedStep)
+    vars(step).update(dict.fromkeys(("_packing", "_buffer", "_tensors", "_device")), _takes_turn=takes_turn)
+    vars(step).update(
+        _builder=SimpleNamespace(build=lambda *args: None),
+        _graph=SimpleNamespace(replay=lambda: seen.append("replay")),
+    )
+    step.replay([], StepSizes(1, 1, 1, 1, 1), np.arange(1))
+    assert seen == (["begins", "replay", "ends"] if takes_turn else ["replay"])

@@ -16,6 +16,7 @@ from hf_paged.kernels import layer_chain as layer_chain_module
 from hf_paged.kernels.cuda_kernel import CudaKernel, compile_cubin, nvrtc
 from hf_paged.kernels.layer_chain import (
     MAX_CHAIN_ROWS,
+    ChainShape,
     LayerChain,
     layer_chain,
     layer_chain_reference,
@@ -110,6 +111,15 @@ def test_the_kernel_compiles_and_leaves_room_beside_it(shape: str, orders: int) 
         made = random_chain(shape, orders=orders).shape(m, 132)
         assert made.shared_bytes <= 220 * 1024 and made.stages >= 4
         assert compile_cubin(source(made), "layer_chain", "sm_90a")
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_chains_of_70b_have_room_for_four_stages(ordered: bool) -> None:
+    shape = ChainShape(
+        rows=1, attended=8192, hidden=8192, mlp=28672, qkv=10240, norms=((1e-5, 0.0), (1e-5, 0.0)), ordered=ordered,
+        scales=torch.float16, programs=132,
+    )  # fmt: skip
+    assert shape.stages >= layer_chain_module._LEAST_STAGES and shape.shared_bytes <= 220 * 1024
 
 
 @pytest.mark.gpu

@@ -30,8 +30,21 @@ def test_a_turn_on_another_stream_begins_when_the_one_before_it_has_ended() -> N
     assert seen.item() == 1
 
 
-def test_a_turn_that_fails_leaves_the_next_one_its_place() -> None:
-    with pytest.raises(RuntimeError, match="refused"), turn(DEVICE):
-        raise RuntimeError("refused")
-    with turn(DEVICE):
-        pass
+def test_what_was_launched_in_a_turn_that_failed_is_waited_for() -> None:
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    matrix, done = torch.randn(4096, 4096, device=DEVICE), torch.zeros(1, device=DEVICE)
+    torch.cuda.synchronize()
+
+    def launch_and_fail() -> None:
+        with torch.cuda.stream(first), turn(DEVICE):
+            for _ in range(20):
+                torch.mm(matrix, matrix)
+            done.fill_(1)
+            raise RuntimeError("refused")
+
+    with pytest.raises(RuntimeError, match="refused"):
+        launch_and_fail()
+    with torch.cuda.stream(second), turn(DEVICE):
+        seen = done.clone()
+    torch.cuda.synchronize()
+    assert seen.item() == 1
